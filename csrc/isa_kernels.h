@@ -1,0 +1,12 @@
+// The kernels of every operation, compiled for one instruction set. Included by each isa_*.cpp
+// with GRPO_ISA (the namespace) and GRPO_VECTOR_BYTES set and the target pragma in force.
+
+namespace grpo_kernels {
+namespace GRPO_ISA {
+
+#include "vec.h"
+
+extern const KernelTable kernel_table = {};
+
+}  // namespace GRPO_ISA
+}  // namespace grpo_kernels

@@ -1,0 +1,14 @@
+// The kernels as plain function pointers, one table per instruction set, and the choice among them.
+#pragma once
+
+namespace grpo_kernels {
+
+struct KernelTable {};
+
+// The best table that this processor runs. GRPO_KERNELS_CPU=baseline|avx2|avx512 asks for less.
+const KernelTable& kernels();
+
+// Its name: "baseline", "avx2" or "avx512".
+const char* kernels_name();
+
+}  // namespace grpo_kernels

@@ -1,0 +1,200 @@
+// Vectors of float or double and the functions the kernels need of them, on the compiler's own
+// vector types: one source for SSE2, AVX2, AVX-512 and NEON.
+//
+// isa_kernels.h includes this file once per instruction set, inside a namespace of that name, with
+// GRPO_VECTOR_BYTES set to the register width. So there is no include guard.
+
+template <typename T>
+struct LaneTypes;
+
+template <>
+struct LaneTypes<float> {
+  typedef float Value __attribute__((vector_size(GRPO_VECTOR_BYTES)));
+  typedef int32_t Integer __attribute__((vector_size(GRPO_VECTOR_BYTES)));
+  typedef uint8_t Byte __attribute__((vector_size(GRPO_VECTOR_BYTES / 4)));
+  typedef uint16_t Half __attribute__((vector_size(GRPO_VECTOR_BYTES / 2)));
+};
+
+template <>
+struct LaneTypes<double> {
+  typedef double Value __attribute__((vector_size(GRPO_VECTOR_BYTES)));
+  typedef int64_t Integer __attribute__((vector_size(GRPO_VECTOR_BYTES)));
+  typedef uint8_t Byte __attribute__((vector_size(GRPO_VECTOR_BYTES / 8)));
+};
+
+// A register of T, and a lane mask: every lane all ones or all zeros, as comparisons give it.
+template <typename T>
+using Vec = typename LaneTypes<T>::Value;
+template <typename T>
+using Mask = typename LaneTypes<T>::Integer;
+
+template <typename T>
+inline constexpr int64_t lanes = GRPO_VECTOR_BYTES / sizeof(T);
+
+template <typename T>
+inline Vec<T> splat(T value) {
+  return Vec<T>{} + value;
+}
+
+template <typename T>
+inline Vec<T> load(const T* from) {
+  Vec<T> out;
+  __builtin_memcpy(&out, from, sizeof(out));
+  return out;
+}
+
+template <typename T>
+inline void store(T* to, Vec<T> value) {
+  __builtin_memcpy(to, &value, sizeof(value));
+}
+
+template <typename T>
+inline Mask<T> load_mask(const bool* from) {
+  typename LaneTypes<T>::Byte bytes;
+  __builtin_memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, Mask<T>) != 0;
+}
+
+template <typename T>
+inline Vec<T> select(Mask<T> condition, Vec<T> if_true, Vec<T> if_false) {
+  return condition ? if_true : if_false;
+}
+
+// NaN in either operand wins, as in torch.maximum.
+template <typename T>
+inline Vec<T> maximum(Vec<T> a, Vec<T> b) {
+  return select<T>((a >= b) | (a != a), a, b);
+}
+
+// b where a is NaN: for running maxima over values that a NaN poisons by another way.
+template <typename T>
+inline Vec<T> maximum_ignoring_nan(Vec<T> a, Vec<T> b) {
+  return select<T>(a > b, a, b);
+}
+
+template <typename T>
+inline T sum_lanes(Vec<T> value) {
+  T total = 0;
+  for (int64_t lane = 0; lane < lanes<T>; ++lane) total += value[lane];
+  return total;
+}
+
+template <typename T>
+inline T max_lanes(Vec<T> value) {
+  T largest = value[0];
+  for (int64_t lane = 1; lane < lanes<T>; ++lane)
+    largest = value[lane] > largest ? value[lane] : largest;
+  return largest;
+}
+
+// Range reduction x = n ln2 + r, |r| <= ln2 / 2, and q(r) = (e^r - 1 - r) / r^2 as a Chebyshev fit.
+template <typename T>
+struct ExpTerms {
+  Vec<T> n, r, q;
+};
+
+inline ExpTerms<float> exp_terms(Vec<float> x) {
+  // Adding 1.5 * 2^23 rounds to an integer in the low mantissa bits.
+  const Vec<float> n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const Vec<float> r = (x - n * 0.693145751953125f) - n * 1.42860682e-6f;
+  Vec<float> q = splat(1.98910805e-4f);
+  q = q * r + 1.39337307e-3f;
+  q = q * r + 8.33331084e-3f;
+  q = q * r + 4.16664642e-2f;
+  q = q * r + 1.66666667e-1f;
+  q = q * r + 0.5f;
+  return {n, r, q};
+}
+
+inline ExpTerms<double> exp_terms(Vec<double> x) {
+  const Vec<double> n = (x * 1.442695040888963407 + 6755399441055744.0) - 6755399441055744.0;
+  const Vec<double> r = (x - n * 0.6931471803691238) - n * 1.908214929270587816e-10;
+  Vec<double> q = splat(1.6086677666787361503e-10);
+  q = q * r + 2.0918212319133978201e-9;
+  q = q * r + 2.5052070959803661989e-8;
+  q = q * r + 2.7557263077309411451e-7;
+  q = q * r + 2.7557319247344509509e-6;
+  q = q * r + 2.4801587336630946966e-5;
+  q = q * r + 1.9841269841263251867e-4;
+  q = q * r + 1.3888888888879003084e-3;
+  q = q * r + 8.3333333333333340131e-3;
+  q = q * r + 4.1666666666666676865e-2;
+  q = q * r + 1.6666666666666666667e-1;
+  q = q * r + 0.5;
+  return {n, r, q};
+}
+
+// 2^n for integral n with 2^n normal.
+inline Vec<float> exp2_integer(Vec<float> n) {
+  const auto bits = (__builtin_convertvector(n, Mask<float>) + 127) << 23;
+  return (Vec<float>)bits;  // the same bits
+}
+
+inline Vec<double> exp2_integer(Vec<double> n) {
+  const auto bits = (__builtin_convertvector(n, Mask<double>) + 1023) << 52;
+  return (Vec<double>)bits;  // the same bits
+}
+
+template <typename T>
+inline constexpr T exp_overflow = sizeof(T) == 4 ? T(88.7228394) : T(709.782712893384);
+template <typename T>
+inline constexpr T exp_underflow = sizeof(T) == 4 ? T(-103.972084) : T(-745.133219101941);
+template <typename T>
+inline constexpr T exp_smallest_normal = sizeof(T) == 4 ? T(-87.3365) : T(-708.396);
+
+// e^x within 2 ulp over the whole range, denormals included; inf, 0 and NaN as in std::exp.
+template <typename T>
+inline Vec<T> exp(Vec<T> x) {
+#if GRPO_VECTOR_BYTES == 64
+  const auto [n, r, q] = exp_terms(x);
+  const Vec<T> mantissa = q * (r * r) + r + T(1);
+  // scalef scales by any 2^n, through overflow and denormals. x beyond the range, where n and r
+  // are no longer numbers of use, is settled by the selects.
+  Vec<T> out;
+  if constexpr (sizeof(T) == 4)
+    out = (Vec<T>)_mm512_scalef_ps((__m512)mantissa, (__m512)n);
+  else
+    out = (Vec<T>)_mm512_scalef_pd((__m512d)mantissa, (__m512d)n);
+  out = select<T>(x > exp_overflow<T>, splat(std::numeric_limits<T>::infinity()), out);
+  return select<T>(x < exp_underflow<T>, Vec<T>{}, out);
+#else
+  const Vec<T> clamped = select<T>(
+      x > exp_overflow<T>,
+      splat(exp_overflow<T>),
+      select<T>(x < exp_underflow<T>, splat(exp_underflow<T>), x));
+  const auto [n, r, q] = exp_terms(clamped);
+  const Vec<T> mantissa = q * (r * r) + r + T(1);
+  // 2^n may be beyond the normal range, its two halves are not. NaN survives the products.
+  const Vec<T> safe_n = select<T>(n == n, n, Vec<T>{});
+  const Vec<T> half_n = __builtin_convertvector(
+      __builtin_convertvector(safe_n, Mask<T>) >> 1, Vec<T>);
+  Vec<T> out = mantissa * exp2_integer(half_n) * exp2_integer(safe_n - half_n);
+  out = select<T>(x > exp_overflow<T>, splat(std::numeric_limits<T>::infinity()), out);
+  return select<T>(x < exp_underflow<T>, Vec<T>{}, out);
+#endif
+}
+
+// e^x for x <= 0 within 2 ulp; 0 where the result would be denormal. NaN stays NaN. The softmax's exp.
+template <typename T>
+inline Vec<T> exp_nonpositive(Vec<T> x) {
+  const auto [n, r, q] = exp_terms(x);
+  const Vec<T> mantissa = q * (r * r) + r + T(1);
+#if GRPO_VECTOR_BYTES == 64
+  Vec<T> out;
+  if constexpr (sizeof(T) == 4)
+    out = (Vec<T>)_mm512_scalef_ps((__m512)mantissa, (__m512)n);
+  else
+    out = (Vec<T>)_mm512_scalef_pd((__m512d)mantissa, (__m512d)n);
+#else
+  const Mask<T> in_range = x >= exp_smallest_normal<T>;
+  const Vec<T> out = mantissa * exp2_integer(select<T>(in_range, n, Vec<T>{}));
+#endif
+  return select<T>(x < exp_smallest_normal<T>, Vec<T>{}, out);
+}
+
+// e^x - 1 - x, relative error under 1e-6 (float) also near 0, where the plain difference cancels.
+template <typename T>
+inline Vec<T> exp_minus_one_minus_x(Vec<T> x, Vec<T> exp_x) {
+  const auto [n, r, q] = exp_terms(x);
+  return select<T>(n == Vec<T>{}, q * (r * r), exp_x - T(1) - x);
+}

@@ -1,0 +1,1 @@
+"""Drop-in replacements for TorchRL's GRPO losses, advantages and trainer."""
