@@ -6,7 +6,14 @@ namespace GRPO_ISA {
 
 #include "vec.h"
 
-extern const KernelTable kernel_table = {};
+#include "policy_loss_kernel.h"
+
+extern const KernelTable kernel_table = {
+    policy_loss_forward<float>,
+    policy_loss_forward<double>,
+    policy_loss_backward<float>,
+    policy_loss_backward<double>,
+};
 
 }  // namespace GRPO_ISA
 }  // namespace grpo_kernels
