@@ -236,14 +236,45 @@ def kl_log_ratio(inputs: MaskedInputs, target_log_probs: Tensor, semantics: Sema
     return target - torch.where(mask, inputs.log_probs, 0.0)
 
 
+def kl_penalty(
+    inputs: MaskedInputs, target_log_probs: Tensor, options: PolicyLossOptions
+) -> Tensor:
+    """k3 to the target policy per token, 0 where masked."""
+    log_ratio = kl_log_ratio(inputs, target_log_probs, options.semantics)
+    return k3(cap(log_ratio, options.log_ratio_cap)[0])
+
+
 def position_mean(value: Tensor) -> Tensor:
     """Mean over all positions, 0 of none."""
     return value.sum() / max(value.numel(), 1)
 
 
-def valid_mean(value: Tensor, valid: Tensor) -> Tensor:
-    """Mean over the valid tokens, 0 of none."""
-    return torch.where(valid, value, 0.0).sum() / valid.sum().clamp_min(1)
+def semantic_mean(value: Tensor, valid: Tensor, semantics: Semantics) -> Tensor:
+    """Mean of a metric: over all positions, invalid ones as 0, or over the valid ones."""
+    value = torch.where(valid, value, 0.0)
+    if semantics == "torchrl":
+        return position_mean(value)
+    return value.sum() / valid.sum().clamp_min(1)
+
+
+def clip_fraction(
+    inputs: MaskedInputs, objective: TokenObjective, bounds: ClipBounds, semantics: Semantics
+) -> Tensor:
+    """Share of tokens outside the range (a NaN ratio is), or of those that the clip binds."""
+    if semantics == "torchrl":
+        clipped = out_of_range(inputs.log_ratio, bounds) | inputs.log_ratio.isnan()
+    else:
+        clipped = objective.clipped & inputs.trained
+    return semantic_mean(clipped.to(inputs.log_ratio.dtype), inputs.valid, semantics)
+
+
+def mean_entropy(
+    entropy: Tensor, mask: Tensor | None, valid: Tensor, semantics: Semantics
+) -> Tensor:
+    """Mean of the entropy; for TorchRL a token without an old log-prob still counts."""
+    if semantics == "torchrl":
+        valid = torch.ones_like(valid) if mask is None else mask
+    return semantic_mean(entropy, valid, semantics)
 
 
 def forward(
@@ -269,55 +300,39 @@ def forward(
     tokens = trained_tokens(inputs, advantages, options.log_ratio_cap)
     bounds = clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)
     objective = token_objective(options)(tokens, bounds)
-    torchrl = options.semantics == "torchrl"
-
-    def mean(value: Tensor) -> Tensor:
-        if torchrl:
-            return position_mean(torch.where(inputs.valid, value, 0.0))
-        return valid_mean(value, inputs.valid)
-
-    if torchrl:  # a NaN ratio counts as outside
-        outside = out_of_range(inputs.log_ratio, bounds) | inputs.log_ratio.isnan()
-    else:
-        outside = objective.clipped & inputs.trained
-
-    loss_entropy = mean_entropy = None
+    semantics = options.semantics
+    mean_of_entropy = loss_entropy = None
     if entropy is not None:
         entropy = entropy.to(inputs.log_ratio.dtype)
-        if torchrl:  # a token without an old log-prob still counts here
-            selected = entropy if mask is None else torch.where(mask, entropy, 0.0)
-            mean_entropy = position_mean(selected)
-        else:
-            mean_entropy = valid_mean(entropy, inputs.valid)
+        mean_of_entropy = mean_entropy(entropy, mask, inputs.valid, semantics)
         if options.entropy_coeff is not None:
             loss_entropy = aggregate(
                 -options.entropy_coeff * entropy, inputs.trained, objective_weights
             )
 
-    def kl_penalty(target: Tensor | None, coeff: float | None) -> tuple[Tensor | None, ...]:
+    def kl_terms(target: Tensor | None, coeff: float | None) -> tuple[Tensor | None, ...]:
         if target is None:
             return None, None
-        log_ratio, _ = cap(kl_log_ratio(inputs, target, options.semantics), options.log_ratio_cap)
-        penalty = k3(log_ratio)
-        metric = mean(penalty)
+        penalty = kl_penalty(inputs, target, options)
+        metric = semantic_mean(penalty, inputs.valid, semantics)
         if coeff is None:
             return None, metric
-        if torchrl:
+        if semantics == "torchrl":
             return coeff * metric, metric
         return coeff * aggregate(penalty, inputs.valid, kl_weights), metric
 
-    loss_kl_to_ref, kl_to_ref = kl_penalty(ref_log_probs, options.kl_to_ref_coeff)
+    loss_kl_to_ref, kl_to_ref = kl_terms(ref_log_probs, options.kl_to_ref_coeff)
     to_inference = None if options.kl_to_inference_coeff is None else old_log_probs
-    loss_kl_to_inference, kl_to_inference = kl_penalty(to_inference, options.kl_to_inference_coeff)
+    loss_kl_to_inference, kl_to_inference = kl_terms(to_inference, options.kl_to_inference_coeff)
     output = PolicyLossOutput(
         loss_objective=aggregate(objective.value, inputs.trained, objective_weights),
         loss_kl_to_ref=loss_kl_to_ref,
         loss_kl_to_inference=loss_kl_to_inference,
         loss_entropy=loss_entropy,
-        clip_fraction=mean(outside.to(inputs.log_ratio.dtype)),
-        kl_approx=mean(-inputs.log_ratio),
+        clip_fraction=clip_fraction(inputs, objective, bounds, semantics),
+        kl_approx=semantic_mean(-inputs.log_ratio, inputs.valid, semantics),
         ESS=effective_sample_size(inputs.log_ratio, inputs.trained),
-        entropy=mean_entropy,
+        entropy=mean_of_entropy,
         kl_to_ref=kl_to_ref,
         kl_to_inference=kl_to_inference,
     )

@@ -28,6 +28,8 @@ from .options import (
 
 SMALL_BLOCK, BLOCK = 128, 1024  # tokens a program: of BLOCK two 16-byte fp32 loads a thread
 NUM_WARPS = {SMALL_BLOCK: 1, BLOCK: 4}
+# ptxas would spill for the sake of occupancy; the kernels need 103 registers at most.
+REGISTER_CAP = {} if torch.version.cuda is None else {"maxnreg": 128}
 MERGE = 128  # programs whose sums are merged at a time: one a thread of the larger block
 
 # Rows of the [sums, programs] buffer.
@@ -165,8 +167,10 @@ def _row_offsets(strides, row, columns):
 
 
 @triton.jit
-def _load(pointer, strides, row, columns, inside, DTYPE: tl.constexpr):
-    return tl.load(pointer + _row_offsets(strides, row, columns), mask=inside, other=0).to(DTYPE)
+def _load(pointer, strides, row, columns, T, DTYPE: tl.constexpr):
+    # Masked by position only: a mask that is data would keep the load from being vectorised.
+    offsets = _row_offsets(strides, row, columns)
+    return tl.load(pointer + offsets, mask=columns < T, other=0).to(DTYPE)
 
 
 @triton.jit
@@ -175,8 +179,8 @@ def _select_tokens(
 ):
     """The tokens asked for, valid and trained, with their log-probs; 0 where not valid."""
     asked = columns < T
-    log_probs = _load(inputs[0], strides[0], row, columns, asked, DTYPE)
-    old_log_probs = _load(inputs[1], strides[1], row, columns, asked, DTYPE)
+    log_probs = _load(inputs[0], strides[0], row, columns, T, DTYPE)
+    old_log_probs = _load(inputs[1], strides[1], row, columns, T, DTYPE)
     if inputs[3] is not None:
         mask = tl.load(inputs[3] + _row_offsets(strides[3], row, columns), mask=asked, other=0)
         asked = asked & (mask != 0)
@@ -201,6 +205,7 @@ def _objective_of_block(
     strides,
     row,
     columns,
+    T,
     trained,
     log_probs,
     log_ratio,
@@ -211,7 +216,8 @@ def _objective_of_block(
     DTYPE: tl.constexpr,
 ):
     """Value, coefficient and clip flag of every trained token."""
-    advantages = _load(inputs[2], strides[2], row, columns, trained, DTYPE)
+    advantages = _load(inputs[2], strides[2], row, columns, T, DTYPE)
+    advantages = tl.where(trained, advantages, 0.0)
     log_ratio, capped = _cap(tl.where(trained, log_ratio, 0.0), log_ratio_cap, DTYPE)
     log_probs = tl.where(trained, log_probs, 0.0)
     return _token_objective(
@@ -462,6 +468,7 @@ def _forward_kernel(
         strides,
         row,
         columns,
+        T,
         trained,
         log_probs,
         log_ratio,
@@ -493,11 +500,11 @@ def _forward_kernel(
     _add_sum(sums_ptr, _ESS_SQUARES, tl.sum(weights * weights))
 
     if inputs[5] is not None:
-        entropy = _load(inputs[5], strides[5], row, columns, asked, DTYPE)
+        entropy = _load(inputs[5], strides[5], row, columns, T, DTYPE)
         counted = tl.where(trained, entropy, 0.0)
         _add_sum(sums_ptr, _ENTROPY_TRAINED, tl.sum(counted))
         if TORCHRL:  # a token without an old log-prob still counts here
-            _add_sum(sums_ptr, _ENTROPY, tl.sum(entropy))
+            _add_sum(sums_ptr, _ENTROPY, tl.sum(tl.where(asked, entropy, 0.0)))
         else:
             _add_sum(sums_ptr, _ENTROPY, tl.sum(tl.where(valid, entropy, 0.0)))
         if AGGREGATION == "none" and losses[3] is not None:
@@ -505,7 +512,7 @@ def _forward_kernel(
             tl.store(losses[3] + per_token, loss, mask=columns < T)
     kl_mask = trained if TORCHRL else valid
     if inputs[4] is not None:
-        target = _load(inputs[4], strides[4], row, columns, kl_mask, DTYPE)
+        target = _load(inputs[4], strides[4], row, columns, T, DTYPE)
         penalty = _kl_penalty(target, log_probs, kl_mask, log_ratio_cap, DTYPE)
         _add_sum(sums_ptr, _KL_TO_REF, tl.sum(penalty))
         if AGGREGATION == "none" and not TORCHRL and losses[1] is not None:
@@ -544,11 +551,13 @@ def _forward_kernel(
 
 
 @triton.jit
-def _upstream(gradient, strides, row, columns, inside, DTYPE: tl.constexpr):
+def _upstream(gradient, strides, row, columns, T, DTYPE: tl.constexpr):
     """The upstream gradient of a loss term: one number, or one a token where strides are given."""
     if strides is None:
-        return tl.load(gradient).to(DTYPE)
-    return _load(gradient, strides, row, columns, inside, DTYPE)
+        scale = tl.load(gradient).to(DTYPE)
+    else:
+        scale = _load(gradient, strides, row, columns, T, DTYPE)
+    return scale
 
 
 @triton.jit
@@ -605,6 +614,7 @@ def _backward_kernel(
             strides,
             row,
             columns,
+            T,
             trained,
             log_probs,
             log_ratio,
@@ -614,11 +624,11 @@ def _backward_kernel(
             OBJECTIVE,
             DTYPE,
         )
-        scale = weight * _upstream(upstream[0], upstream_strides[0], row, columns, inside, DTYPE)
+        scale = weight * _upstream(upstream[0], upstream_strides[0], row, columns, T, DTYPE)
         by_log_probs += tl.where(trained, scale * coefficient, 0.0)
     if upstream[1] is not None:
-        target = _load(inputs[4], strides[4], row, columns, kl_mask, DTYPE)
-        scale = kl_weight * _upstream(upstream[1], upstream_strides[1], row, columns, inside, DTYPE)
+        target = _load(inputs[4], strides[4], row, columns, T, DTYPE)
+        scale = kl_weight * _upstream(upstream[1], upstream_strides[1], row, columns, T, DTYPE)
         by_ref = _kl_gradient(
             scale, kl_to_ref_coeff, target, log_probs, kl_mask, log_ratio_cap, DTYPE
         )
@@ -626,14 +636,14 @@ def _backward_kernel(
         if gradients[1] is not None:
             tl.store(gradients[1] + at, by_ref, mask=inside)
     if upstream[2] is not None:
-        scale = kl_weight * _upstream(upstream[2], upstream_strides[2], row, columns, inside, DTYPE)
+        scale = kl_weight * _upstream(upstream[2], upstream_strides[2], row, columns, T, DTYPE)
         by_log_probs -= _kl_gradient(
             scale, kl_to_inference_coeff, old_log_probs, log_probs, kl_mask, log_ratio_cap, DTYPE
         )
     if gradients[0] is not None:
         tl.store(gradients[0] + at, by_log_probs, mask=inside)
     if gradients[2] is not None:
-        scale = weight * _upstream(upstream[3], upstream_strides[3], row, columns, inside, DTYPE)
+        scale = weight * _upstream(upstream[3], upstream_strides[3], row, columns, T, DTYPE)
         by_entropy = -_number(entropy_coeff, DTYPE) * scale
         tl.store(gradients[2] + at, tl.where(trained, by_entropy, 0.0), mask=inside)
 
@@ -685,6 +695,7 @@ def _launch(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int, int, di
         "DTYPE": tl.float64 if log_probs.dtype == torch.float64 else tl.float32,
         "BLOCK": block,
         "num_warps": NUM_WARPS[block],
+        **REGISTER_CAP,
     }
     return rows * segments, segments, constants
 
