@@ -6,7 +6,11 @@ namespace GRPO_ISA {
 
 #include "vec.h"
 
-extern const KernelTable kernel_table = {};
+#include "token_log_probs_kernel.h"
+
+extern const KernelTable kernel_table = {
+    .token_log_probs = token_log_probs_kernels,
+};
 
 }  // namespace GRPO_ISA
 }  // namespace grpo_kernels
