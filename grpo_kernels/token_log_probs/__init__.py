@@ -51,9 +51,7 @@ def check_scale(
     elif not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if logit_softcap is not None and not (logit_softcap > 0 and math.isfinite(logit_softcap)):
-        raise ValueError(
-            f"logit_softcap must be None or positive and finite, got {logit_softcap}"
-        )
+        raise ValueError(f"logit_softcap must be None or positive and finite, got {logit_softcap}")
 
 
 def check_devices(**tensors: Tensor | None) -> None:
@@ -62,8 +60,7 @@ def check_devices(**tensors: Tensor | None) -> None:
     for name, tensor in others:
         if tensor is not None and tensor.device != first.device:
             raise ValueError(
-                f"{name} must be on the device of {first_name}, {first.device}, got "
-                f"{tensor.device}"
+                f"{name} must be on the device of {first_name}, {first.device}, got {tensor.device}"
             )
 
 

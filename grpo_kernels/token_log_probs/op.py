@@ -37,9 +37,7 @@ def new_grad(rows: Tensor) -> Tensor:
     """An empty gradient, its rows aligned like the logits' unless that wastes memory."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride()))
     if rows.numel() <= span <= 1.25 * rows.numel():
-        return torch.empty_strided(
-            rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device
-        )
+        return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
     return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
 

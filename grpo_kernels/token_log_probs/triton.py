@@ -379,9 +379,7 @@ def backward_kernel(
     TILE: tl.constexpr = LANES * VECTOR
     valid = _row_is_valid(mask_ptr, row)
     begin = _row_begin(row, columns, batch_stride, column_stride, first_element)
-    grad_begin = _row_begin(
-        row, columns, grad_batch_stride, grad_column_stride, grad_first_element
-    )
+    grad_begin = _row_begin(row, columns, grad_batch_stride, grad_column_stride, grad_first_element)
     inverse = _inverse_temperature(
         temperature_ptr, temperature_stride, inverse_temperature, row
     ).to(accumulator)
@@ -392,9 +390,7 @@ def backward_kernel(
     entropy_slope = tl.zeros((), accumulator)
     entropy = tl.zeros((), accumulator)
     if log_prob_slope_ptr is not None:
-        at = _row_begin(
-            row, columns, log_prob_slope_batch_stride, log_prob_slope_column_stride, 0
-        )
+        at = _row_begin(row, columns, log_prob_slope_batch_stride, log_prob_slope_column_stride, 0)
         log_prob_slope = tl.load(log_prob_slope_ptr + at)
         in_range = (token >= 0) & (token < vocab)
         log_prob_slope = tl.where(in_range, log_prob_slope, float("nan"))
