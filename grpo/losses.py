@@ -17,6 +17,7 @@ from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
 )
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -30,9 +31,9 @@ from torchrl.modules.distributions.utils import (
 from torchrl.modules.llm import LLMWrapperBase
 from torchrl.objectives.common import LossModule
 
-from grpo_kernels import PolicyLossOutput, policy_loss, token_log_probs
+from grpo_kernels import PolicyLossOutput, token_log_probs
 from grpo_kernels.backends import Backend, check_backend_name
-from grpo_kernels.policy_loss import eager
+from grpo_kernels.policy_loss import eager, policy_loss_with
 from grpo_kernels.policy_loss.options import (
     AGGREGATIONS,
     SEMANTICS,
@@ -312,9 +313,12 @@ class GRPOLoss(LossModule):
             reference log-probs. RuntimeError: sampling log-probs that require a gradient.
         """
         keys = self.tensor_keys
-        if keys.action not in tensordict:
+        if tensordict.get(keys.action, None) is None:
             raise ValueError(f"Action key {keys.action} not in tensordict.")
-        tensordict = tensordict.copy()  # actors write into what they are given
+        if isinstance(self.actor_network, TensorDictModuleBase) or self._overrides(
+            "_get_cur_log_prob"
+        ):
+            tensordict = tensordict.copy()  # these write into what they are given
         advantage = tensordict.get(
             keys.advantage,
             None,
@@ -337,15 +341,15 @@ class GRPOLoss(LossModule):
         batch = (scores, old_log_probs, advantage, ref_log_probs, options)
         if self._needs_composition(tensordict, *batch):
             return self._composed_forward(tensordict, *batch)
-        terms = policy_loss(
+        terms = policy_loss_with(
+            options,
             scores.log_probs,
             old_log_probs,
-            advantage.squeeze(-1).expand_as(scores.log_probs),
+            _per_token(advantage, scores.log_probs),
             scores.mask,
-            ref_log_probs=ref_log_probs,
-            entropy=scores.entropy,
-            backend=self.backend,
-            **options._asdict(),
+            ref_log_probs,
+            scores.entropy,
+            self.backend,
         )
         if terms.loss_objective.ndim == 2:  # per token: TorchRL's losses are [B, T, 1]
             losses = [
@@ -506,9 +510,9 @@ class GRPOLoss(LossModule):
     ) -> bool:
         """Whether anything here is beyond one kernel call."""
         return (
-            self._overrides("_compute_policy_objective")
+            scores.log_probs.ndim != 2
+            or self._overrides("_compute_policy_objective")
             or self._overrides("_aggregate_loss_value")
-            or scores.log_probs.ndim != 2
             or advantage.shape[-1] != 1
             or advantage.requires_grad
             # TorchRL pads the sampling log-probs anew, on this side, for their KL penalty.
@@ -657,6 +661,12 @@ class _WithCoefficient(torch.autograd.Function):
     def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None]:
         (coefficient,) = ctx.saved_tensors
         return torch.where(coefficient == 0, 0.0, upstream * coefficient), None, None
+
+
+def _per_token(advantage: Tensor, log_probs: Tensor) -> Tensor:
+    """[B, T] from [B, T, 1], or from what broadcasts to that."""
+    advantage = advantage.squeeze(-1)
+    return advantage if advantage.shape == log_probs.shape else advantage.expand_as(log_probs)
 
 
 def _clip_pair(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
