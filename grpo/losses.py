@@ -313,7 +313,7 @@ class GRPOLoss(LossModule):
             reference log-probs. RuntimeError: sampling log-probs that require a gradient.
         """
         keys = self.tensor_keys
-        if tensordict.get(keys.action, None) is None:
+        if keys.action not in tensordict:
             raise ValueError(f"Action key {keys.action} not in tensordict.")
         if isinstance(self.actor_network, TensorDictModuleBase) or self._overrides(
             "_get_cur_log_prob"
