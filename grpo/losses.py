@@ -546,10 +546,13 @@ class GRPOLoss(LossModule):
     def _objective_and_clip_fraction(
         inputs: eager.MaskedInputs, advantage: Tensor, options: PolicyLossOptions
     ) -> tuple[Tensor, Tensor]:
+        log_ratio = inputs.log_ratio
+        # Autograd follows the advantage through the value, the log-ratio by the coefficient.
+        inputs = inputs._replace(log_probs=inputs.log_probs.detach(), log_ratio=log_ratio.detach())
         tokens = eager.trained_tokens(inputs, advantage, options.log_ratio_cap)
         bounds = eager.clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)
         objective = eager.token_objective(options)(tokens, bounds)
-        loss = _WithCoefficient.apply(inputs.log_ratio, objective.value, objective.coefficient)
+        loss = _WithCoefficient.apply(log_ratio, objective.value, objective.coefficient.detach())
         return loss, eager.clip_fraction(inputs, objective, bounds, options.semantics)
 
     def _aggregate_loss_value(
@@ -649,7 +652,7 @@ class GRPOLoss(LossModule):
 
 
 class _WithCoefficient(torch.autograd.Function):
-    """A per-token value whose derivative by the log-ratio is the given coefficient."""
+    """A per-token value that has, beside its own graph, this derivative by the log-ratio."""
 
     @staticmethod
     def forward(ctx, log_ratio: Tensor, value: Tensor, coefficient: Tensor) -> Tensor:
@@ -658,9 +661,9 @@ class _WithCoefficient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         (coefficient,) = ctx.saved_tensors
-        return torch.where(coefficient == 0, 0.0, upstream * coefficient), None, None
+        return torch.where(coefficient == 0, 0.0, upstream * coefficient), upstream, None
 
 
 def _per_token(advantage: Tensor, log_probs: Tensor) -> Tensor:
