@@ -86,8 +86,8 @@ _library.define(
 )
 _library.define(
     "policy_loss_backward(Tensor? grad_objective, Tensor? grad_kl_to_ref, "
-    f"Tensor? grad_kl_to_inference, Tensor? grad_entropy, {_INPUTS_SCHEMA}, str backend, Tensor row_weights, "
-    "bool wants_log_probs, bool wants_ref_log_probs, bool wants_entropy) "
+    f"Tensor? grad_kl_to_inference, Tensor? grad_entropy, {_INPUTS_SCHEMA}, str backend, "
+    "Tensor row_weights, bool wants_log_probs, bool wants_ref_log_probs, bool wants_entropy) "
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
