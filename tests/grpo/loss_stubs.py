@@ -95,9 +95,9 @@ def compare(ours, theirs, batch, *, rtol=1e-5, atol=1e-6, seed=0, their_batch=No
     """All outputs of two losses, and the gradients of their actors' parameters."""
     got = ours(batch)
     want = theirs(batch if their_batch is None else their_batch)
-    got, want = got.to_tensordict(), want.to_tensordict()
-    names = {name for name in want.keys() if want[name] is not None}
-    assert {name for name in got.keys() if got[name] is not None} == names
+    got, want = (output.to_tensordict().to_dict() for output in (got, want))
+    names = {name for name in want if want[name] is not None}
+    assert {name for name in got if got[name] is not None} == names
     losses = sorted(name for name in names if name.startswith("loss_"))
     generator = torch.Generator().manual_seed(seed)
     upstream = {

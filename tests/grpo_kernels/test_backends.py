@@ -1,5 +1,6 @@
 """Which backend runs, and what is said when a named one cannot."""
 
+import re
 import threading
 
 import pytest
@@ -43,16 +44,18 @@ def test_auto_never_fails_for_want_of_a_kernel(monkeypatch):
 def test_a_named_backend_that_cannot_run_says_why(monkeypatch, backend, device, problem, reason):
     if problem is not None:
         monkeypatch.setattr(backends, problem, reason)
-    with pytest.raises(RuntimeError, match=f"backend='{backend}' cannot run: .*{reason}"):
+    with pytest.raises(
+        RuntimeError, match=f"backend='{backend}' cannot run: .*{re.escape(reason)}"
+    ):
         resolve_backend(backend, device)
 
 
 def test_a_forced_cpu_backend_without_the_extension_raises_in_a_call(monkeypatch):
     monkeypatch.setattr(backends, "cpp_problem", REASON)
     x = torch.zeros(2, 3)
-    with pytest.raises(RuntimeError, match=REASON):
+    with pytest.raises(RuntimeError, match=re.escape(REASON)):
         policy_loss(x, x, x, backend="cpu")
-    with use_backend("cpu"), pytest.raises(RuntimeError, match=REASON):
+    with use_backend("cpu"), pytest.raises(RuntimeError, match=re.escape(REASON)):
         policy_loss(x, x, x)
 
 
@@ -65,9 +68,9 @@ def test_triton_on_cpu_tensors_needs_the_interpreter(monkeypatch):
 
 
 def test_an_unknown_backend_is_named():
-    with pytest.raises(ValueError, match="backend must be one of .*'numpy'"):
+    with pytest.raises(ValueError, match=r"backend must be one of .*'numpy'"):
         resolve_backend("numpy", CPU)
-    with pytest.raises(ValueError, match="'numpy'"), use_backend("numpy"):
+    with pytest.raises(ValueError, match="numpy"), use_backend("numpy"):
         pass
 
 

@@ -202,9 +202,7 @@ def evaluate(function, batch, options, *, double=False, upstream=None, upstream_
 
 def assert_equal_outputs(actual, expected, batch, *, rtol=None, atol=None):
     """Same terms, same shapes, values within what the input's precision allows."""
-    compute = (
-        torch.float64 if batch["log_probs"].dtype == torch.float64 else torch.float32
-    )
+    compute = torch.float64 if batch["log_probs"].dtype == torch.float64 else torch.float32
     for name, want in expected.items():
         got = actual[name]
         assert (got is None) == (want is None), name

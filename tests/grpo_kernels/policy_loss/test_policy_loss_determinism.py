@@ -1,4 +1,4 @@
-"""The same call gives the same bits, whatever the number of threads; the same numbers on any CPU."""
+"""The same call gives the same bits on any number of threads, the same numbers on any CPU."""
 
 import os
 import subprocess

@@ -41,7 +41,9 @@ def test_garbage_in_masked_slots_changes_nothing(backend, objective, semantics, 
         name: tensor if name == "mask" else torch.where(batch["mask"], tensor, garbage)
         for name, tensor in batch.items()
     }
-    assert_bitwise_equal(evaluate(policy_loss, filled, options), evaluate(policy_loss, batch, options))
+    assert_bitwise_equal(
+        evaluate(policy_loss, filled, options), evaluate(policy_loss, batch, options)
+    )
 
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
