@@ -104,11 +104,10 @@ class WithoutESS:
 @pytest.mark.parametrize("backend", ["eager", "cpu", "triton"])
 def test_every_backend_gives_torchrls_numbers(name, backend):
     ours, theirs = losses_of(name)
-    for aggregation in ("token_mean", "prompt_mean", "none"):
-        case, batch = make_case(3, 21)
-        options = {"aggregation": aggregation, "kl_mask_threshold": 0.3, **FULL}
-        loss = ours(GivenActor(*case), backend=backend, **options)
-        compare(loss, theirs(GivenActor(*case), **options), batch)
+    case, batch = make_case(2, 21)
+    options = {"aggregation": "prompt_mean", "kl_mask_threshold": 0.3, **FULL}
+    loss = ours(GivenActor(*case), backend=backend, **options)
+    compare(loss, theirs(GivenActor(*case), **options), batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

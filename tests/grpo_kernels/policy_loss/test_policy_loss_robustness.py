@@ -14,7 +14,7 @@ from policy_loss_reference import (
 
 from grpo_kernels import policy_loss
 
-GARBAGE = [math.nan, math.inf, -math.inf, 1e38, -1e38]
+GARBAGE = [math.nan, math.inf, -math.inf, 1e38]
 
 
 def assert_bitwise_equal(actual, expected):
