@@ -42,7 +42,7 @@ def check_scale(
     if isinstance(temperature, Tensor):
         if temperature.requires_grad:
             raise ValueError("temperature is not differentiable, got a tensor that requires grad")
-        dims = zip(reversed(temperature.shape), reversed(shape))
+        dims = zip(reversed(temperature.shape), reversed(shape), strict=False)
         if temperature.dim() > len(shape) or any(size not in (1, of) for size, of in dims):
             raise ValueError(
                 f"temperature must be a number or broadcast to the shape of tokens, "

@@ -35,7 +35,9 @@ def as_rows(logits: Tensor) -> Tensor:
 
 def new_grad(rows: Tensor) -> Tensor:
     """An empty gradient, its rows aligned like the logits' unless that wastes memory."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride()))
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True)
+    )
     if rows.numel() <= span <= 1.25 * rows.numel():
         return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
     return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
@@ -90,7 +92,7 @@ class TokenLogProbs(torch.autograd.Function):
     ):
         rows = as_rows(logits)
         if overwrite_logits and any(
-            stride == 0 and size > 1 for size, stride in zip(rows.shape, rows.stride())
+            stride == 0 and size > 1 for size, stride in zip(rows.shape, rows.stride(), strict=True)
         ):
             raise ValueError(
                 "overwrite_logits needs logits whose rows do not share memory, got strides "
