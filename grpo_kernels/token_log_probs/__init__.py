@@ -48,9 +48,9 @@ def check_scale(
                 f"temperature must be a number or broadcast to the shape of tokens, "
                 f"{tuple(shape)}, got shape {tuple(temperature.shape)}"
             )
-    elif not (temperature > 0 and math.isfinite(temperature)):
+    elif not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
-    if logit_softcap is not None and not (logit_softcap > 0 and math.isfinite(logit_softcap)):
+    if logit_softcap is not None and not 0 < logit_softcap < math.inf:
         raise ValueError(f"logit_softcap must be None or positive and finite, got {logit_softcap}")
 
 

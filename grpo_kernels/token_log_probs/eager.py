@@ -59,7 +59,9 @@ def forward(
     """log_probs, entropy, max(c) and log sum e^z, each [B, T], of logits [B, T, V]."""
     batch, columns, vocab = logits.shape
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    log_probs, entropies, row_max, log_sum = logits.new_empty((4, batch, columns), dtype=dtype)
+    log_probs, entropies, row_max, log_sum = (
+        logits.new_empty((batch, columns), dtype=dtype) for _ in range(4)
+    )
     tokens, in_range = _checked_tokens(tokens, mask, vocab)
     for rows in _row_chunks(logits):
         c = logits[rows].to(dtype)
