@@ -111,12 +111,14 @@ def token_log_probs(
     check_devices(logits=logits, tokens=tokens, mask=mask, temperature=temperatures)
     backend = resolve_backend(backend, logits.device)
     if torch.compiler.is_compiling():
+        if temperatures is None:  # as a number it would be compiled in, each value anew
+            temperatures = temperature * torch.ones((), dtype=torch.float64, device=logits.device)
         log_probs, entropies, _, _ = token_log_probs_op(
             logits,
             tokens,
             mask,
             temperatures,
-            1.0 if temperatures is not None else float(temperature),
+            1.0,
             entropy,
             float(logit_softcap or 0),
             backend,

@@ -423,7 +423,7 @@ def backward_kernel(
         grad_middle = grad_middle // VECTOR * VECTOR
     lead = (middle - begin).to(tl.int32)
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    for tile in tl.static_range(TILES):
+    for tile in range(TILES):
         position = (chunk * TILES + tile) * TILE + lane
         inside = position < length
         x = tl.load(logits_ptr + middle + position, mask=inside & valid, other=0.0)
