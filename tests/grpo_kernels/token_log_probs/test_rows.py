@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from grpo_kernels.token_log_probs import token_log_probs
+from grpo_kernels.token_log_probs import triton as kernels
+from grpo_kernels.token_log_probs.op import as_rows
 
 from .reference import reference, reference_gradient
 
@@ -85,6 +87,10 @@ def one_row_for_all(dtype):
     return torch.randn(1, 21, dtype=dtype).expand(4, 21)
 
 
+def overlapping_rows(dtype):
+    return torch.randn(200, dtype=dtype).as_strided((2, 2, 21), (70, 5, 1))
+
+
 def four_dimensions(dtype):
     return torch.randn(2, 3, 2, 21, dtype=dtype)[:, :2]
 
@@ -102,6 +108,7 @@ def one_dimension(dtype):
         padded_rows,
         inner_stride,
         one_row_for_all,
+        overlapping_rows,
         four_dimensions,
         one_dimension,
     ],
@@ -121,19 +128,54 @@ def test_any_strides(backend, layout, dtype):
     torch.testing.assert_close(grad.double(), right_grad, rtol=tolerance, atol=1e-6)
 
 
-def test_a_slice_is_not_copied(backend, monkeypatch):
+def test_a_slice_is_not_copied(monkeypatch):
     def no_copy(*_, **__):
         raise AssertionError("the logits were copied")
 
     logits = torch.randn(3, 5, 21)[:, :-1]
-    tokens = torch.zeros(3, 4, dtype=torch.long)
-    if backend != "eager":
-        monkeypatch.setattr(torch.Tensor, "clone", no_copy)
-    from grpo_kernels.token_log_probs.op import as_rows
-
+    monkeypatch.setattr(torch.Tensor, "clone", no_copy)
+    monkeypatch.setattr(torch.Tensor, "contiguous", no_copy)
     assert as_rows(logits).data_ptr() == logits.data_ptr()
     assert as_rows(logits).stride() == logits.stride()
-    token_log_probs(logits, tokens, backend=backend)
+
+
+def test_rows_beyond_32_bit_offsets(backend):
+    stride = 2**31 + 8
+    memory = torch.empty(
+        stride + 50, dtype=torch.bfloat16
+    )  # only the pages of two rows are touched
+    logits = memory.as_strided((2, 50), (stride, 1))
+    torch.manual_seed(0)
+    logits.copy_(torch.randn(2, 50))
+    tokens = torch.tensor([1, 49])
+    far, near = (gradient(x, tokens, None, backend) for x in (logits, logits.clone()))
+    for a, b in zip(far, near, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_splitting_a_row_among_programs_changes_rounding_only(monkeypatch):
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(2, 9001), torch.tensor([0, 9000])
+    assert kernels._splits(2, 9001, 4) == 4
+    split = gradient(logits, tokens, None, "triton")
+    monkeypatch.setattr(kernels, "FULL_GRID", 1)
+    assert kernels._splits(2, 9001, 4) == 1
+    for a, b in zip(gradient(logits, tokens, None, "triton"), split, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_threads_change_nothing():
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(50, 3000), torch.randint(0, 3000, (50,))
+    one = gradient(logits, tokens, None, "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        three = gradient(logits, tokens, None, "cpu")
+    finally:
+        torch.set_num_threads(threads)
+    for a, b in zip(one, three, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (0, 3, 7)])
