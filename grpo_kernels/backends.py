@@ -80,13 +80,18 @@ def check_backend_name(backend: str) -> None:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
 
 
+@torch.compiler.assume_constant_result  # torch.compile cannot trace a ContextVar
+def _preference() -> str:
+    return _preferred.get()
+
+
 def resolve_backend(backend: str, device: torch.device) -> str:
     """The backend that runs for tensors on `device`: "triton", "cpu" or "eager".
 
     Raises ValueError for an unknown name, RuntimeError for a named backend that cannot run.
     """
     if backend == "auto":
-        backend = _preferred.get()
+        backend = _preference()
     if backend == "auto":
         device_type = device.type
         if device_type == "cpu":
@@ -103,7 +108,10 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def use_backend(backend: Backend) -> Iterator[None]:
-    """Make `backend` the meaning of "auto" inside the `with` block, in this thread or task."""
+    """Make `backend` the meaning of "auto" inside the `with` block, in this thread or task.
+
+    Code under torch.compile keeps the meaning that "auto" had when it was compiled.
+    """
     check_backend_name(backend)
     token = _preferred.set(backend)
     try:

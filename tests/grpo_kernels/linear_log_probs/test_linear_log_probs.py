@@ -297,3 +297,15 @@ def test_double_backward_raises(backend):
     (grad,) = torch.autograd.grad(log_probs.sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not implemented"):
         (grad.square().sum() + weight.sum()).backward()
+
+
+def test_auto_backend_compiles_under_autocast():
+    hidden, weight, _, tokens, mask = inputs()
+
+    def score(hidden, weight):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return linear_log_probs(hidden, weight, tokens, mask)
+
+    torch.compiler.reset()
+    whole = torch.compile(score, fullgraph=True)(hidden, weight)
+    torch.testing.assert_close(whole, score(hidden, weight))

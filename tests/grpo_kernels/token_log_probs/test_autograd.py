@@ -144,3 +144,17 @@ def test_compiled_whole_equals_eager(backend, dtype):
         torch.testing.assert_close(
             *(torch.autograd.grad(value, logits)[0] for value in (whole, eager))
         )
+
+
+def test_auto_backend_compiles_and_exports():
+    logits, tokens, mask = inputs()
+
+    class Score(torch.nn.Module):
+        def forward(self, logits):
+            return token_log_probs(logits, tokens, mask, temperature=0.7)
+
+    torch.compiler.reset()
+    right = Score()(logits)
+    exported = torch.export.export(Score(), (logits,))
+    for scores in (torch.compile(Score(), fullgraph=True)(logits), exported.module()(logits)):
+        torch.testing.assert_close(scores, right)
