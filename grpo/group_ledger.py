@@ -50,7 +50,8 @@ class Trajectory(NamedTuple):
     payload: TensorDictBase | bytes  # bytes: by_value.to_bytes of it
     steps: int
     total_reward: float | None  # None: no trajectory-level return is asked for
-    trajectory_return: torch.Tensor | None  # what candidates are selected by, 0-d
+    trajectory_return: float | None  # what candidates are selected by
+    return_dtype: torch.dtype | None
     finite: bool  # whether its rewards are finite numbers
 
 
@@ -213,8 +214,8 @@ class GroupLedger:
             )
         # Fewer only where some were not finite: the rest is trained on.
         size = min(rules.grpo_size, len(candidates))
-        returns = [float(candidate.trajectory_return) for candidate in candidates]
-        chosen = self._select(candidates, size)
+        returns = [candidate.trajectory_return for candidate in candidates]
+        chosen = self._select(candidates, returns, size)
         if chosen is None:
             if rules.keep_return_bounds is not None and rules.verbose:
                 logger.info(
@@ -241,16 +242,20 @@ class GroupLedger:
             total += value
         return low < total / len(returns) < high
 
-    def _select(self, candidates: list[Trajectory], size: int) -> list[int] | None:
+    def _select(
+        self, candidates: list[Trajectory], returns: list[float], size: int
+    ) -> list[int] | None:
         selector, bounds = self._rules.selector, self._rules.keep_return_bounds
-        returns = [candidate.trajectory_return for candidate in candidates]
         if type(selector) is MCAdvantageSelector and selector.in_keys == ["return"]:
             unproved, gave_up = selector.unproved_selections, selector.gave_up_selections
-            chosen = selector.select_values(torch.stack(returns), size, bounds)
+            chosen = selector.select_values(
+                torch.tensor(returns, dtype=torch.float64), size, bounds
+            )
             self._counters["unproved_selections"] += selector.unproved_selections - unproved
             self._counters["gave_up_selections"] += selector.gave_up_selections - gave_up
             return chosen
-        entries: dict[str, Any] = {"return": torch.stack(returns)}
+        dtype = candidates[0].return_dtype
+        entries: dict[str, Any] = {"return": torch.tensor(returns, dtype=dtype)}
         in_keys = getattr(selector, "in_keys", ["return"])
         if in_keys != ["return"]:
             entries["trajectories"] = lazy_stack(

@@ -374,7 +374,7 @@ class MCAdvantage(Transform):
     def _arrival(self, trajectory: TensorDictBase) -> Trajectory:
         group = self._group_of(trajectory)
         trajectory = _concrete(trajectory)
-        total = value = None
+        total = value = dtype = None
         if self.trajectory_return is None:
             rewards = trajectory.get(self.rewards_key, None, as_nested_tensor=True)
             if rewards is None:
@@ -387,16 +387,15 @@ class MCAdvantage(Transform):
                 raise KeyError(f"MCAdvantage found no rewards under {self.rewards_key!r}.")
             rewards = _as_real(rewards)
             if rewards.numel() == 1:
-                value = rewards.reshape(())
-                total = value.item()
+                total = value = rewards.item()
             else:
-                value = getattr(rewards, self.trajectory_return)()
-                total = value.item() if self.trajectory_return == "sum" else rewards.sum().item()
+                value = getattr(rewards, self.trajectory_return)().item()
+                total = value if self.trajectory_return == "sum" else rewards.sum().item()
             # The total of finite rewards may overflow, then the return is of no use either.
             finite = total - total == 0 and (
                 self.trajectory_return == "sum" or bool(rewards.isfinite().all())
             )
-            value = value.detach().cpu()
+            dtype = rewards.dtype
         if not finite and not self._warned_of_nonfinite:
             self._warned_of_nonfinite = True
             warnings.warn(
@@ -411,7 +410,7 @@ class MCAdvantage(Transform):
             payload = trajectory
         else:
             payload = to_bytes(trajectory)
-        return Trajectory(group, payload, steps, total, value, finite)
+        return Trajectory(group, payload, steps, total, value, dtype, finite)
 
     def _group_of(self, trajectory: TensorDictBase):
         group = trajectory.get(self.prompt_key, None)
