@@ -1,8 +1,8 @@
 """Trajectories as bytes.
 
 Between processes torch sends a tensor as a handle to shared memory: every queued one holds a file
-descriptor open, and reading it needs the process that sent it to be alive. A queue that outlives its
-writers needs the values themselves; and of a view, only what it shows.
+descriptor open, and reading it needs the process that sent it to be alive. A queue that outlives
+its writers needs the values themselves; and of a view, only what it shows.
 """
 
 from __future__ import annotations

@@ -309,9 +309,7 @@ class SharedLedger:
         self._receipts = 0
         self._lock = threading.Lock()
 
-    def add(
-        self, arrivals: list[Trajectory], unfinished: int
-    ) -> tuple[int, list[FinishedGroup]]:
+    def add(self, arrivals: list[Trajectory], unfinished: int) -> tuple[int, list[FinishedGroup]]:
         """A receipt to confirm with, and the groups to write."""
         with self._lock:
             groups = []
@@ -356,9 +354,7 @@ class LedgerManager(BaseManager):
 LedgerManager.register("SharedLedger", SharedLedger, SharedLedgerProxy)
 
 
-def group_advantages(
-    returns: list[float], reference: list[float], advantage: str
-) -> list[float]:
+def group_advantages(returns: list[float], reference: list[float], advantage: str) -> list[float]:
     """The advantage of each of `returns`, by the statistics of `reference`, which contains them.
 
     Two passes in fp64: the mean, then the sum of squares about it. Equal returns have advantage 0

@@ -1,4 +1,4 @@
-"""Group-relative Monte-Carlo advantages, computed as trajectories are written to a replay buffer."""
+"""Group-relative Monte-Carlo advantages, computed as trajectories enter a replay buffer."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class MCAdvantage(Transform):
 
     * `trajectory_return=None`: rewards are normalised over all steps of all `grpo_size`
       trajectories;
-    * `trajectory_return="sum" | "max" | "mean"`: each trajectory has one return R, and all its steps
-      the advantage (R - mean) / std over the group.
+    * `trajectory_return="sum" | "max" | "mean"`: each trajectory has one return R, and all its
+      steps the advantage (R - mean) / std over the group.
 
     With trajectory-level returns, `candidate_group_size > grpo_size` oversamples: from
     `candidate_selection_min_size` candidates on, every arrival is a chance for `candidate_selector`
@@ -84,8 +84,8 @@ class MCAdvantage(Transform):
         max_group_age: seconds after its first trajectory until an incomplete group is dropped, when
             the next trajectory arrives.
 
-    Across processes: `share_memory_`, which `ReplayBuffer.share` calls, moves queues and counters to
-    a process of their own. Any number of writers can share one logical group. A writer that is
+    Across processes: `share_memory_`, which `ReplayBuffer.share` calls, moves queues and counters
+    to a process of their own. Any number of writers can share one logical group. A writer that is
     killed while it adds a trajectory or before it has received a group that it completed costs
     nothing: the group goes to the next writer. With TORCHRL_MC_ADVANTAGE_LOCAL_QUEUES=1
     `share_memory_` does nothing: right for one writer, or where each group has all its trajectories
@@ -172,8 +172,8 @@ class MCAdvantage(Transform):
         if keep_return_bounds is not None:
             if trajectory_return is None:
                 raise ValueError(
-                    "keep_return_bounds (dynamic sampling) filters on trajectory-level returns: set "
-                    "trajectory_return to 'sum', 'max' or 'mean'."
+                    "keep_return_bounds (dynamic sampling) filters on trajectory-level returns: "
+                    "set trajectory_return to 'sum', 'max' or 'mean'."
                 )
             if len(keep_return_bounds) != 2 or not keep_return_bounds[0] < keep_return_bounds[1]:
                 raise ValueError(
@@ -189,8 +189,8 @@ class MCAdvantage(Transform):
             )
         if advantage == "leave_one_out" and trajectory_return is None:
             raise ValueError(
-                "advantage='leave_one_out' leaves out trajectories: set trajectory_return to 'sum', "
-                "'max' or 'mean'."
+                "advantage='leave_one_out' leaves out trajectories: set trajectory_return to "
+                "'sum', 'max' or 'mean'."
             )
         if max_pending_groups is not None and max_pending_groups < 1:
             raise ValueError(f"max_pending_groups must be at least 1, got {max_pending_groups}.")
@@ -218,8 +218,8 @@ class MCAdvantage(Transform):
         if self._oversampling_is_inert():
             warnings.warn(
                 f"candidate_group_size={candidate_group_size} has no effect: without "
-                f"keep_return_bounds the first {candidate_selection_min_size} candidates are always "
-                "selected from and the group is written. Set keep_return_bounds, or "
+                f"keep_return_bounds the first {candidate_selection_min_size} candidates are "
+                "always selected from and the group is written. Set keep_return_bounds, or "
                 "candidate_selection_min_size to as many candidates as should be waited for.",
                 stacklevel=2,
             )
@@ -260,8 +260,8 @@ class MCAdvantage(Transform):
             return self
         if os.environ.get(LOCAL_QUEUES_VARIABLE) == "1":
             logger.info(
-                f"MCAdvantage.share_memory_ does nothing because {LOCAL_QUEUES_VARIABLE}=1. A group "
-                "with trajectories from several writer processes will not complete."
+                f"MCAdvantage.share_memory_ does nothing because {LOCAL_QUEUES_VARIABLE}=1. A "
+                "group with trajectories from several writer processes will not complete."
             )
             return self
         self._manager = LedgerManager()
@@ -357,7 +357,9 @@ class MCAdvantage(Transform):
             ends = [1] if done.item() else []
         else:
             ends = [
-                step + 1 for step, flag in enumerate(done.reshape(steps, -1).all(-1).tolist()) if flag
+                step + 1
+                for step, flag in enumerate(done.reshape(steps, -1).all(-1).tolist())
+                if flag
             ]
         if not ends:
             raise RuntimeError("Expected the trajectory to be done.")

@@ -13,8 +13,8 @@ from grpo.mc_advantage import MCAdvantage
 class RayMCAdvantage(MCAdvantage):
     """`MCAdvantage` for writers all over a Ray cluster that share groups.
 
-    Takes the place of `torchrl.objectives.llm.RayMCAdvantage`. The writers compute advantages; a Ray
-    actor holds queues and counters. With a `RayReplayBuffer`, whose actor runs its transform, pass
+    Takes the place of `torchrl.objectives.llm.RayMCAdvantage`. The writers compute advantages; a
+    Ray actor holds queues and counters. With a `RayReplayBuffer`, whose actor runs its transform, pass
     `transform_factory=MCAdvantage` to it instead.
 
     Args:
@@ -24,7 +24,8 @@ class RayMCAdvantage(MCAdvantage):
         ray_init_config: arguments of `ray.init`, where Ray is not initialised yet.
         remote_config: arguments of `ray.remote` for the actor. Default `{"num_cpus": 1}`.
         actor_name: name of the actor. One that exists under this name is used as it is, with the
-            rules it was made with.
+            rules it was made with. It lives as long as the transform that made it, or, with
+            `{"lifetime": "detached"}` in `remote_config`, until it is killed.
         others: see `MCAdvantage`.
 
     Raises:
@@ -71,7 +72,7 @@ class RayMCAdvantage(MCAdvantage):
         return self
 
     def close(self) -> None:
-        """End the actor, unless it has a name."""
+        """Let go of the actor; end it unless others may use it by its name."""
         if self._ledger is not None and self._owns_actor:
             with contextlib.suppress(RuntimeError, ValueError):
                 _import_ray().kill(self._ledger.actor)

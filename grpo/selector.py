@@ -24,8 +24,8 @@ class MCAdvantageSelector(TorchRLSelector):
     Args:
         strategy: `"first"`: the first `group_size`. `"uniform"`: evenly spaced in the sorted
             returns. `"balanced"`: the mean return closest to the middle of the bounds, then the
-            largest spread, then the first index list in lexicographic order; `"uniform"` where there
-            are no bounds. `"max_variance"`: the largest variance of the returns (PODS, arXiv
+            largest spread, then the first index list in lexicographic order; `"uniform"` where
+            there are no bounds. `"max_variance"`: the largest variance of the returns (PODS, arXiv
             2504.13818).
         max_combinations: up to this many subsets the answer of `"balanced"` is proved whatever it
             costs; beyond, within the search's budget.
@@ -52,9 +52,7 @@ class MCAdvantageSelector(TorchRLSelector):
                 f"got {strategy!r}."
             )
         if max_combinations < 1:
-            raise ValueError(
-                f"max_combinations must be strictly positive, got {max_combinations}."
-            )
+            raise ValueError(f"max_combinations must be strictly positive, got {max_combinations}.")
         if in_keys is None:
             in_keys = ["return"]
         elif not in_keys:
@@ -122,7 +120,9 @@ class MCAdvantageSelector(TorchRLSelector):
             finite = values.isfinite()
             if rule != "balanced" or finite.all():
                 raise
-            return self._select_of_finite(values, finite.reshape(-1), group_size, keep_return_bounds)
+            return self._select_of_finite(
+                values, finite.reshape(-1), group_size, keep_return_bounds
+            )
         if not subset.proved:
             self._count_unproved(subset, count, group_size)
         return subset.indices
@@ -156,4 +156,3 @@ class MCAdvantageSelector(TorchRLSelector):
                 stacklevel=3,
             )
         self.gave_up_selections += 1
-

@@ -93,9 +93,7 @@ def group_subset(
     run = cpu if _runs_cpp(backend) else eager
     found = run.group_subset(values, k, rule, low, high, enumeration_limit, budget)
     if found is None:
-        bad = next(
-            (i, v) for i, v in enumerate(values.reshape(-1).tolist()) if v - v != 0
-        )
+        bad = next((i, v) for i, v in enumerate(values.reshape(-1).tolist()) if v - v != 0)
         raise ValueError(f"values must be finite, got {bad[1]} at index {bad[0]}.")
     indices, proof = found
     return Subset(indices, proof == 2, proof >= 1)

@@ -72,7 +72,7 @@ def settings_of_both(draw):
     if reduction is None:
         return size, {}, "balanced"
     most = size + draw(st.integers(0, 4))
-    arguments = dict(trajectory_return=reduction, candidate_group_size=most)
+    arguments = {"trajectory_return": reduction, "candidate_group_size": most}
     if draw(st.booleans()):
         arguments["candidate_selection_min_size"] = draw(st.integers(size, most))
     if draw(st.booleans()):
@@ -127,19 +127,19 @@ def test_the_input_is_left_alone():
 
 # vector 25
 def test_equal_rewards_have_advantages_of_exactly_zero():
-    for arguments in ({}, dict(trajectory_return="sum")):
+    for arguments in ({}, {"trajectory_return": "sum"}):
         (out,) = write_all(MCAdvantage(8, **arguments), [0.35] * 8, dtype=torch.float32)
         assert (out["advantage"] == 0).all()
 
 
-@pytest.mark.parametrize("arguments", [{}, dict(trajectory_return="sum")])
+@pytest.mark.parametrize("arguments", [{}, {"trajectory_return": "sum"}])
 def test_rewards_close_together_far_from_zero_keep_their_advantages(arguments):
     (out,) = write_all(MCAdvantage(2, **arguments), [100.00001, 100.0])
     expected = torch.tensor([[1.0], [-1.0]], dtype=torch.float64) / math.sqrt(2)
     torch.testing.assert_close(out["advantage"], expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("arguments", [{}, dict(trajectory_return="sum")])
+@pytest.mark.parametrize("arguments", [{}, {"trajectory_return": "sum"}])
 def test_one_reward_apart_from_equal_ones(arguments):
     (out,) = write_all(MCAdvantage(8, **arguments), [0.0] + [0.95] * 7, dtype=torch.float32)
     advantages = out["advantage"].flatten()
@@ -240,22 +240,22 @@ def test_groups_by_value_of_a_tensor():
 
 
 CONSTRUCTOR_ERRORS = [
-    dict(trajectory_return="median"),
-    dict(trajectory_return="sum", grpo_size=1),
-    dict(trajectory_return="sum", candidate_group_size=1),
-    dict(candidate_group_size=4),
-    dict(trajectory_return="sum", candidate_selection_min_size=1),
-    dict(trajectory_return="sum", candidate_selection_min_size=5, candidate_group_size=4),
-    dict(keep_return_bounds=(0.1, 0.9)),
-    dict(trajectory_return="sum", keep_return_bounds=(0.9, 0.1)),
-    dict(trajectory_return="sum", keep_return_bounds=(0.1, math.nan)),
-    dict(trajectory_return="sum", keep_return_bounds=(0.1, 0.5, 0.9)),
+    {"trajectory_return": "median"},
+    {"trajectory_return": "sum", "grpo_size": 1},
+    {"trajectory_return": "sum", "candidate_group_size": 1},
+    {"candidate_group_size": 4},
+    {"trajectory_return": "sum", "candidate_selection_min_size": 1},
+    {"trajectory_return": "sum", "candidate_selection_min_size": 5, "candidate_group_size": 4},
+    {"keep_return_bounds": (0.1, 0.9)},
+    {"trajectory_return": "sum", "keep_return_bounds": (0.9, 0.1)},
+    {"trajectory_return": "sum", "keep_return_bounds": (0.1, math.nan)},
+    {"trajectory_return": "sum", "keep_return_bounds": (0.1, 0.5, 0.9)},
 ]
 
 
 @pytest.mark.parametrize("arguments", CONSTRUCTOR_ERRORS)
 def test_constructor_errors_are_torchrls(arguments):
-    arguments = dict(grpo_size=2) | arguments
+    arguments = {"grpo_size": 2} | arguments
     with pytest.raises(ValueError, match=".") as theirs:
         TorchRLMCAdvantage(**arguments)
     with pytest.raises(ValueError, match=".") as ours:
@@ -266,17 +266,17 @@ def test_constructor_errors_are_torchrls(arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(statistics="some"), "statistics must be 'subset' or 'all', got 'some'"),
-        (dict(advantage="rank"), "advantage must be one of .* got 'rank'"),
-        (dict(advantage="leave_one_out"), "set trajectory_return"),
-        (dict(max_pending_groups=0), "max_pending_groups must be at least 1, got 0"),
-        (dict(max_group_age=0.0), "max_group_age must be positive seconds, got 0.0"),
-        (dict(grpo_size=0), "grpo_size must be at least 1, got 0"),
+        ({"statistics": "some"}, "statistics must be 'subset' or 'all', got 'some'"),
+        ({"advantage": "rank"}, "advantage must be one of .* got 'rank'"),
+        ({"advantage": "leave_one_out"}, "set trajectory_return"),
+        ({"max_pending_groups": 0}, "max_pending_groups must be at least 1, got 0"),
+        ({"max_group_age": 0.0}, "max_group_age must be positive seconds, got 0.0"),
+        ({"grpo_size": 0}, "grpo_size must be at least 1, got 0"),
     ],
 )
 def test_constructor_errors_of_our_own(arguments, message):
     with pytest.raises(ValueError, match=message):
-        MCAdvantage(**(dict(grpo_size=2) | arguments))
+        MCAdvantage(**({"grpo_size": 2} | arguments))
 
 
 # vector 27
@@ -287,7 +287,7 @@ def test_oversampling_without_effect_is_warned_of():
     assert written[0]["identity"].tolist() == [0, 1]  # as in TorchRL
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        both = dict(trajectory_return="sum", candidate_group_size=8)
+        both = {"trajectory_return": "sum", "candidate_group_size": 8}
         MCAdvantage(2, keep_return_bounds=(0.1, 0.9), **both)
         MCAdvantage(2, candidate_selection_min_size=8, **both)
         MCAdvantage(2, candidate_selector=LastTwo(), **both)
@@ -368,12 +368,12 @@ def oversampled(**arguments):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (dict(), [-1 / math.sqrt(2), 1 / math.sqrt(2)]),
-        (dict(advantage="none"), [-2.0, 2.0]),
-        (dict(advantage="leave_one_out"), [-4.0, 4.0]),
-        (dict(statistics="all"), [-2.0 / math.sqrt(10 / 3), 2.0 / math.sqrt(10 / 3)]),
-        (dict(statistics="all", advantage="none"), [-2.0, 2.0]),
-        (dict(statistics="all", advantage="leave_one_out"), [-8 / 3, 8 / 3]),
+        ({}, [-1 / math.sqrt(2), 1 / math.sqrt(2)]),
+        ({"advantage": "none"}, [-2.0, 2.0]),
+        ({"advantage": "leave_one_out"}, [-4.0, 4.0]),
+        ({"statistics": "all"}, [-2.0 / math.sqrt(10 / 3), 2.0 / math.sqrt(10 / 3)]),
+        ({"statistics": "all", "advantage": "none"}, [-2.0, 2.0]),
+        ({"statistics": "all", "advantage": "leave_one_out"}, [-8 / 3, 8 / 3]),
     ],
 )
 def test_statistics_and_advantage(arguments, expected):
@@ -461,7 +461,7 @@ def test_a_copy_has_a_state_of_its_own():
 
 
 def test_verbose_writes_the_same(capfd):
-    for arguments in ({}, dict(trajectory_return="sum", keep_return_bounds=(0.1, 0.9))):
+    for arguments in ({}, {"trajectory_return": "sum", "keep_return_bounds": (0.1, 0.9)}):
         plain = write_all(MCAdvantage(2, **arguments), [0.0, 1.0, 0.0, 0.0])
         verbose = write_all(MCAdvantage(2, verbose=True, **arguments), [0.0, 1.0, 0.0, 0.0])
         assert len(plain) == len(verbose)

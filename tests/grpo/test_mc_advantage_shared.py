@@ -233,7 +233,9 @@ def test_counters_of_a_shared_transform_can_be_set_and_reset(shared):
 
 def test_bytes_hold_what_a_view_shows_and_no_more():
     big = torch.arange(1_000_000.0)
-    data = to_bytes(TensorDict({"a": big[10:12], "b": torch.zeros(2, 0, dtype=torch.bfloat16)}, [2]))
+    data = to_bytes(
+        TensorDict({"a": big[10:12], "b": torch.zeros(2, 0, dtype=torch.bfloat16)}, [2])
+    )
     assert len(data) < 2000
     back = from_bytes(data)
     assert back["a"].tolist() == [10.0, 11.0]

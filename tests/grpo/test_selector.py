@@ -39,7 +39,7 @@ def test_selects_what_torchrl_enumerates(data):
     bounds = data.draw(
         st.sampled_from([(0.1, 0.9), (0.0, 1.0), (0.29999, 0.30001), (0.5, math.inf), (-5, -1)])
     )
-    arguments = dict(group_size=size, keep_return_bounds=bounds)
+    arguments = {"group_size": size, "keep_return_bounds": bounds}
     expected = TorchRLSelector().select(candidates(values), **arguments)
     assert MCAdvantageSelector().select(candidates(values), **arguments) == expected
 
@@ -51,7 +51,7 @@ def test_uniform_and_first_are_torchrls(data):
     size = data.draw(st.integers(1, len(values)))
     bounds = data.draw(st.sampled_from([None, (0.1, 0.9), (-1.0, 1.0)]))
     for strategy in ("uniform", "first"):
-        arguments = dict(group_size=size, keep_return_bounds=bounds)
+        arguments = {"group_size": size, "keep_return_bounds": bounds}
         expected = TorchRLSelector(strategy).select(candidates(values), **arguments)
         assert MCAdvantageSelector(strategy).select(candidates(values), **arguments) == expected
 
@@ -73,7 +73,7 @@ def test_selects_what_torchrl_enumerates_at_its_limit(seed):
     else:
         values = torch.randint(0, 11, (18,), generator=generator) / 10
     given = TensorDict({"return": values}, [18])
-    arguments = dict(group_size=9, keep_return_bounds=(0.1, 0.83))
+    arguments = {"group_size": 9, "keep_return_bounds": (0.1, 0.83)}
     assert comb(18, 9) <= 100_000
     expected = TorchRLSelector().select(given, **arguments)
     assert MCAdvantageSelector().select(given, **arguments) == expected
@@ -88,7 +88,7 @@ def test_selects_what_torchrl_enumerates_with_its_limit_raised(levels, dtype):
     if levels is not None:
         values = (values * levels).round() / levels
     given = TensorDict({"return": values}, [22])
-    arguments = dict(group_size=11, keep_return_bounds=(0.2, 0.7))
+    arguments = {"group_size": 11, "keep_return_bounds": (0.2, 0.7)}
     limit = comb(22, 11)
     expected = TorchRLSelector(max_combinations=limit).select(given, **arguments)
     assert MCAdvantageSelector(max_combinations=limit).select(given, **arguments) == expected
@@ -97,9 +97,12 @@ def test_selects_what_torchrl_enumerates_with_its_limit_raised(levels, dtype):
 def test_finds_what_torchrls_greedy_walk_misses():
     # 25 choose 12 is beyond TorchRL's enumeration, and its walk gives None.
     values = [2.0] * 22 + [1.0, 3.0, 0.0]
-    arguments = dict(group_size=2, keep_return_bounds=(0.5, 1.1))
+    arguments = {"group_size": 2, "keep_return_bounds": (0.5, 1.1)}
     assert TorchRLSelector(max_combinations=1).select(candidates(values), **arguments) is None
-    assert MCAdvantageSelector(max_combinations=1).select(candidates(values), **arguments) == [0, 24]
+    assert MCAdvantageSelector(max_combinations=1).select(candidates(values), **arguments) == [
+        0,
+        24,
+    ]
     values = [2.0, 2.0, 1.0, 3.0, 0.0]
     assert MCAdvantageSelector().select(candidates(values), **arguments) == [0, 4]
 
@@ -131,7 +134,7 @@ def test_reads_the_first_of_in_keys():
 
 @pytest.mark.parametrize("make", [TorchRLSelector, MCAdvantageSelector])
 def test_constructor_errors(make):
-    with pytest.raises(ValueError, match="strategy must be one of 'first', 'uniform'.*got 'best'"):
+    with pytest.raises(ValueError, match=r"strategy must be one of 'first', 'uniform'.*got 'best'"):
         make("best")
     with pytest.raises(ValueError, match=r"max_combinations must be strictly positive, got 0\."):
         make(max_combinations=0)

@@ -73,7 +73,9 @@ def groups(draw, most=10):
 def test_balanced_is_the_enumerated_one_wherever_it_is_proved(group):
     values, k, bounds = group
     if k == len(values):
-        expected, _ = eager.group_subset(torch.tensor(values, dtype=torch.float64), k, "first", *bounds, 0, 0)
+        expected, _ = eager.group_subset(
+            torch.tensor(values, dtype=torch.float64), k, "first", *bounds, 0, 0
+        )
     else:
         expected = eager.balanced(values, k, *bounds)
     enumerable = group_subset(values, k, bounds=bounds, backend="cpu")
@@ -216,7 +218,10 @@ def test_few_distinct_floats_among_many_have_the_closest_mean():
     values = levels[torch.randint(4, (200,), generator=torch.Generator().manual_seed(2))].tolist()
     counts = [values.count(level) for level in levels.tolist()]
     best = min(
-        abs(math.fsum(c * level for c, level in zip(chosen, levels.tolist(), strict=True)) / 50 - 0.5)
+        abs(
+            math.fsum(c * level for c, level in zip(chosen, levels.tolist(), strict=True)) / 50
+            - 0.5
+        )
         for chosen in itertools.product(*(range(min(count, 50) + 1) for count in counts[:3]), [0])
         for chosen in [(*chosen[:3], 50 - sum(chosen[:3]))]
         if 0 <= chosen[3] <= counts[3]
@@ -284,18 +289,18 @@ def test_values_that_are_not_finite_raise(backend, rule, bad):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(k=4), "k must be between 1 and the number of candidates 3, got 4"),
-        (dict(k=0), "k must be between 1"),
-        (dict(bounds=(0.5, 0.5)), "bounds must be an increasing"),
-        (dict(bounds=(0.9, 0.1)), "bounds must be an increasing"),
-        (dict(bounds=(math.nan, 0.1)), "bounds must be an increasing"),
-        (dict(bounds=None), "rule='balanced' needs bounds"),
-        (dict(rule="best"), "rule must be one of"),
-        (dict(backend="gpu"), "backend must be"),
+        ({"k": 4}, "k must be between 1 and the number of candidates 3, got 4"),
+        ({"k": 0}, "k must be between 1"),
+        ({"bounds": (0.5, 0.5)}, "bounds must be an increasing"),
+        ({"bounds": (0.9, 0.1)}, "bounds must be an increasing"),
+        ({"bounds": (math.nan, 0.1)}, "bounds must be an increasing"),
+        ({"bounds": None}, "rule='balanced' needs bounds"),
+        ({"rule": "best"}, "rule must be one of"),
+        ({"backend": "gpu"}, "backend must be"),
     ],
 )
 def test_arguments_that_make_no_sense_raise(arguments, message):
-    arguments = dict(k=2, bounds=(0.1, 0.9)) | arguments
+    arguments = {"k": 2, "bounds": (0.1, 0.9)} | arguments
     with pytest.raises(ValueError, match=message):
         group_subset([0.0, 0.5, 1.0], **arguments)
     with pytest.raises(ValueError, match=message):
