@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <random>
 
 #if defined(__clang__)
@@ -30,6 +31,7 @@ constexpr int64_t kMeetInTheMiddleTies = int64_t{1} << 20;
 constexpr int64_t kStepsPerNode = 8;
 constexpr int64_t kReachWords = int64_t{1} << 24;  // 128 MiB
 constexpr int64_t kBoundTableEntries = int64_t{1} << 22;
+constexpr int64_t kDeepest = 10'000;  // levels of recursion
 constexpr int64_t kLatticeLevels = 1 << 14;
 constexpr int64_t kWindow = 24;  // elements that the anytime search re-decides at a time
 
@@ -400,7 +402,7 @@ class OrderedSearch {
   OrderedSearch(
       const Objective& objective,
       const Candidates& candidates,
-      const SuffixBounds& bounds,
+      const SuffixBounds* bounds,
       const Lattice& lattice,
       const Reach* reach,
       int64_t k,
@@ -441,8 +443,10 @@ class OrderedSearch {
   // Whether r candidates from i on may complete `sum` to one in the window.
   bool possible(int64_t i, int64_t r, double sum, int need) const {
     if (r == 0) return need == 0;
-    if (sum + bounds_.smallest(i, r) > largest_ + objective_.rounding) return false;
-    if (sum + bounds_.largest(i, r) < smallest_ - objective_.rounding) return false;
+    if (bounds_) {
+      if (sum + bounds_->smallest(i, r) > largest_ + objective_.rounding) return false;
+      if (sum + bounds_->largest(i, r) < smallest_ - objective_.rounding) return false;
+    }
     if (!reach_) return true;
     const double count = static_cast<double>(r);
     const double rest = sum + count * lattice_.base;
@@ -500,7 +504,7 @@ class OrderedSearch {
 
   const Objective& objective_;
   const Candidates& candidates_;
-  const SuffixBounds& bounds_;
+  const SuffixBounds* bounds_;  // null: nothing is ruled out by them
   const Lattice& lattice_;
   const Reach* reach_;
   int64_t n_, k_;
@@ -703,7 +707,7 @@ class BalancedSearch {
       proof = exact ? by_classes(distinct, true, kFewSums) : by_halves(kFewSums, kFewSums);
       if (proof == Proof::whole) return {best_indices_, proof};
       const Lattice lattice(query_, distinct, largest_magnitude);
-      if (lattice.found && Reach::words(n_, k_, lattice.top, true) <= kReachWords &&
+      if (lattice.found && Reach::words(n_, k_, lattice.top, true) <= std::min(kReachWords, steps_) &&
           by_levels(lattice, distinct, grid))
         return {best_indices_, Proof::whole};
       const int64_t sums = std::min(kMeetInTheMiddleSums, steps_ / 2);
@@ -783,7 +787,7 @@ class BalancedSearch {
       upper = std::min(upper, objective_.largest_deviation());
     }
 
-    OrderedSearch first(objective_, all, bounds, lattice, &reach, k_, steps_ / kStepsPerNode / 8);
+    OrderedSearch first(objective_, all, &bounds, lattice, &reach, k_, steps_ / kStepsPerNode / 8);
     first.stopped_at_first = true;
     spend(first, upper);
     if (!first.best_indices.empty()) offer(first.best, first.best_indices);
@@ -830,7 +834,7 @@ class BalancedSearch {
       if (within.size() < k_) continue;
       const SuffixBounds bounds(within, k_);
       const Reach reach(within, k_, lattice.top, true);
-      OrderedSearch search(objective_, within, bounds, lattice, &reach, k_, steps_ / kStepsPerNode / 8);
+      OrderedSearch search(objective_, within, &bounds, lattice, &reach, k_, steps_ / kStepsPerNode / 8);
       search.stopped_at_first = true;
       spend(search, objective_.lowest_deviation);
       if (!search.best_indices.empty()) offer(search.best, search.best_indices);
@@ -950,14 +954,16 @@ class BalancedSearch {
 
   // Every subset in order, with what can be ruled out left out. True if finished.
   bool in_order(bool whatever_it_costs) {
-    if ((n_ + 1) * (k_ + 1) > kBoundTableEntries) return false;
+    const bool small = (n_ + 1) * (k_ + 1) <= kBoundTableEntries;
+    if ((!small && !whatever_it_costs) || k_ > kDeepest) return false;
     SubsetQuery query = query_;
     Lattice none(query, {0.0}, 0.0);
     none.found = false;
     const Candidates all(query, none, -kInfinity, kInfinity);
-    const SuffixBounds bounds(all, k_);
+    std::optional<SuffixBounds> bounds;
+    if (small) bounds.emplace(all, k_);
     const int64_t steps = whatever_it_costs ? std::numeric_limits<int64_t>::max() : steps_ / kStepsPerNode / 2;
-    OrderedSearch search(objective_, all, bounds, none, nullptr, k_, steps);
+    OrderedSearch search(objective_, all, bounds ? &*bounds : nullptr, none, nullptr, k_, steps);
     spend(search, objective_.largest_deviation());
     if (search.finished) {
       best_ = search.best;

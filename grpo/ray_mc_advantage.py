@@ -14,8 +14,8 @@ class RayMCAdvantage(MCAdvantage):
     """`MCAdvantage` for writers all over a Ray cluster that share groups.
 
     Takes the place of `torchrl.objectives.llm.RayMCAdvantage`. The writers compute advantages; a
-    Ray actor holds queues and counters. With a `RayReplayBuffer`, whose actor runs its transform, pass
-    `transform_factory=MCAdvantage` to it instead.
+    Ray actor holds queues and counters. With a `RayReplayBuffer`, whose actor runs its transform,
+    pass `transform_factory=MCAdvantage` to it instead.
 
     Args:
         grpo_size, prompt_key, rewards_key, advantage_key, done_key, verbose: see `MCAdvantage`.

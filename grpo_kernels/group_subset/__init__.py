@@ -76,7 +76,7 @@ def group_subset(
             `balanced` needs bounds.
         rule: see the module.
         enumeration_limit: with at most this many subsets, n choose k, the answer of `balanced` is
-            proved whatever it costs.
+            proved whatever it costs (for k up to 10 000).
         budget: elementary steps of the search, some 2 to 10 ns each, wherever else. Spent
             deterministically: the same call gives the same answer on every machine.
         backend: "cpu" is C++ and releases the GIL; "eager" is the Python definition, which

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import warnings
 
 import pytest
@@ -256,11 +257,10 @@ CONSTRUCTOR_ERRORS = [
 @pytest.mark.parametrize("arguments", CONSTRUCTOR_ERRORS)
 def test_constructor_errors_are_torchrls(arguments):
     arguments = {"grpo_size": 2} | arguments
-    with pytest.raises(ValueError, match=".") as theirs:
+    with pytest.raises(ValueError, match="e") as theirs:
         TorchRLMCAdvantage(**arguments)
-    with pytest.raises(ValueError, match=".") as ours:
+    with pytest.raises(ValueError, match=re.escape(str(theirs.value))):
         MCAdvantage(**arguments)
-    assert str(ours.value) == str(theirs.value)
 
 
 @pytest.mark.parametrize(
