@@ -42,10 +42,12 @@ def extension_arguments() -> dict:
         depends=sorted(str(path.relative_to(root)) for path in (root / "csrc").glob("*.h")),
         extra_compile_args=[
             "-O3",
+            "-g0",
             "-std=c++20",
             "-fvisibility=hidden",
             "-ffp-contract=fast",
             "-Wall",
+            "-Wno-psabi",  # vectors pass between inlined functions only
             f"-DTORCH_TARGET_VERSION={TORCH_2_10}",
         ],
         py_limited_api=True,

@@ -32,6 +32,7 @@ constexpr int64_t kStepsPerNode = 8;
 constexpr int64_t kReachWords = int64_t{1} << 24;  // 128 MiB
 constexpr int64_t kBoundTableEntries = int64_t{1} << 22;
 constexpr int64_t kDeepest = 10'000;  // levels of recursion
+constexpr int64_t kLongestBounded = 1 << 13;  // SuffixBounds takes n^2 moves
 constexpr int64_t kLatticeLevels = 1 << 14;
 constexpr int64_t kWindow = 24;  // elements that the anytime search re-decides at a time
 
@@ -954,7 +955,7 @@ class BalancedSearch {
 
   // Every subset in order, with what can be ruled out left out. True if finished.
   bool in_order(bool whatever_it_costs) {
-    const bool small = (n_ + 1) * (k_ + 1) <= kBoundTableEntries;
+    const bool small = (n_ + 1) * (k_ + 1) <= kBoundTableEntries && n_ <= kLongestBounded;
     if ((!small && !whatever_it_costs) || k_ > kDeepest) return false;
     SubsetQuery query = query_;
     Lattice none(query, {0.0}, 0.0);

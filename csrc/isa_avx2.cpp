@@ -5,7 +5,7 @@
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC push_options
+// To the end of the file: templates are instantiated there.
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
@@ -15,7 +15,5 @@
 
 #if defined(__clang__)
 #pragma clang attribute pop
-#else
-#pragma GCC pop_options
 #endif
 #endif  // __x86_64__

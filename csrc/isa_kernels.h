@@ -6,7 +6,13 @@ namespace GRPO_ISA {
 
 #include "vec.h"
 
-extern const KernelTable kernel_table = {};
+#include "policy_loss_kernel.h"
+#include "token_log_probs_kernel.h"
+
+extern const KernelTable kernel_table = {
+    .policy_loss = policy_loss_kernels,
+    .token_log_probs = token_log_probs_kernels,
+};
 
 }  // namespace GRPO_ISA
 }  // namespace grpo_kernels

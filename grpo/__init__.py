@@ -1,7 +1,27 @@
 """Drop-in replacements for TorchRL's GRPO losses, advantages and trainer."""
 
-from grpo.mc_advantage import MCAdvantage
-from grpo.ray_mc_advantage import RayMCAdvantage
-from grpo.selector import MCAdvantageSelector
+from .losses import (
+    DAPO,
+    CISPOLoss,
+    CISPOLossOutput,
+    DAPOLossOutput,
+    GRPOLoss,
+    GRPOLossOutput,
+    LLMLossOutput,
+)
+from .mc_advantage import MCAdvantage
+from .ray_mc_advantage import RayMCAdvantage
+from .selector import MCAdvantageSelector
 
-__all__ = ["MCAdvantage", "MCAdvantageSelector", "RayMCAdvantage"]
+__all__ = [
+    "DAPO",
+    "CISPOLoss",
+    "CISPOLossOutput",
+    "DAPOLossOutput",
+    "GRPOLoss",
+    "GRPOLossOutput",
+    "LLMLossOutput",
+    "MCAdvantage",
+    "MCAdvantageSelector",
+    "RayMCAdvantage",
+]

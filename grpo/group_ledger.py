@@ -18,8 +18,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl._utils import logger
 
-from grpo.by_value import from_bytes
-from grpo.selector import MCAdvantageSelector
+from .by_value import from_bytes
+from .selector import MCAdvantageSelector
 
 COUNTERS = {
     "completed_trajectories": 0,

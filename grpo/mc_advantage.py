@@ -20,8 +20,8 @@ from torchrl._utils import logger
 from torchrl.envs.transforms.transforms import Transform
 from torchrl.objectives.llm import MCAdvantageSelector as TorchRLSelector
 
-from grpo.by_value import from_bytes, to_bytes
-from grpo.group_ledger import (
+from .by_value import from_bytes, to_bytes
+from .group_ledger import (
     COUNTERS,
     FinishedGroup,
     GroupLedger,
@@ -31,7 +31,7 @@ from grpo.group_ledger import (
     Trajectory,
     group_advantages,
 )
-from grpo.selector import MCAdvantageSelector
+from .selector import MCAdvantageSelector
 
 LOCAL_QUEUES_VARIABLE = "TORCHRL_MC_ADVANTAGE_LOCAL_QUEUES"
 

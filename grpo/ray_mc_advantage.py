@@ -6,8 +6,8 @@ import contextlib
 
 from tensordict import NestedKey
 
-from grpo.group_ledger import FinishedGroup, GroupLedger, Trajectory
-from grpo.mc_advantage import MCAdvantage
+from .group_ledger import FinishedGroup, GroupLedger, Trajectory
+from .mc_advantage import MCAdvantage
 
 
 class RayMCAdvantage(MCAdvantage):

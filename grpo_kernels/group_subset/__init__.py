@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from grpo_kernels import backends
-from grpo_kernels.group_subset import cpu, eager
+from .. import backends
+from . import cpu, eager
 
 __all__ = ["RULES", "Rule", "Subset", "Subsets", "group_subset", "group_subsets"]
 

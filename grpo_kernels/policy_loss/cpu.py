@@ -1,0 +1,52 @@
+"""`policy_loss` by the C++ kernels in csrc/policy_loss.cpp: one pass over memory each way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .options import InputGradients, LossGradients, PolicyLossOptions, PolicyLossOutput
+
+
+def forward(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    options: PolicyLossOptions,
+) -> tuple[PolicyLossOutput, Tensor]:
+    """See eager.forward."""
+    *output, row_weights = torch.ops.grpo_kernels_cpp.policy_loss_forward(
+        log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy, *options.flatten()
+    )
+    return PolicyLossOutput(*output), row_weights
+
+
+def backward(
+    upstream: LossGradients,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    options: PolicyLossOptions,
+    row_weights: Tensor,
+    wanted: tuple[bool, bool, bool],
+) -> InputGradients:
+    """See eager.backward."""
+    gradients = torch.ops.grpo_kernels_cpp.policy_loss_backward(
+        *upstream,
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        ref_log_probs,
+        entropy,
+        *options.flatten(),
+        row_weights,
+        *wanted,
+    )
+    return InputGradients(*gradients)

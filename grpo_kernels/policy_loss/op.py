@@ -1,0 +1,227 @@
+"""Autograd and torch.library registration of `policy_loss`.
+
+Eager calls go through `PolicyLossFunction`, which skips the dispatcher. Under torch.compile and
+torch.export the operator `grpo_kernels::policy_loss` stands in the graph instead: same backends,
+same numbers. Both are differentiable once; a second derivative raises.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import cpu, eager
+from .options import (
+    OPTIONS_SCHEMA,
+    LossGradients,
+    PolicyLossOptions,
+    PolicyLossOutput,
+    compute_dtype,
+    objective_shape,
+    present_terms,
+)
+
+
+def implementation(backend: str) -> ModuleType:
+    """The module whose forward and backward do the work."""
+    if backend == "triton":
+        from . import triton
+
+        return triton
+    return cpu if backend == "cpu" else eager
+
+
+class PolicyLossFunction(torch.autograd.Function):
+    """Differentiable by log_probs, ref_log_probs and entropy, through the four loss terms."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        log_probs: Tensor,
+        ref_log_probs: Tensor | None,
+        entropy: Tensor | None,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor | None,
+        options: PolicyLossOptions,
+        backend: str,
+    ) -> tuple[Tensor | None, ...]:
+        inputs = (log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
+        output, row_weights = implementation(backend).forward(*inputs, options)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[metric for metric in output[4:] if metric is not None])
+        ctx.save_for_backward(*inputs, row_weights)
+        ctx.options = options
+        ctx.backend = backend
+        return tuple(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, row_weights = ctx.saved_tensors
+        gradients = implementation(ctx.backend).backward(
+            LossGradients(*upstream[:4]),
+            *inputs,
+            ctx.options,
+            row_weights,
+            ctx.needs_input_grad[:3],
+        )
+        return *gradients, None, None, None, None, None
+
+
+# An operator returns tensors only, so an absent one is empty.
+_INPUTS_SCHEMA = (
+    "Tensor log_probs, Tensor old_log_probs, Tensor advantages, Tensor? mask, "
+    f"Tensor? ref_log_probs, Tensor? entropy, {OPTIONS_SCHEMA}"
+)
+_INPUTS = 6
+_library = torch.library.Library("grpo_kernels", "FRAGMENT")
+_library.define(
+    f"policy_loss({_INPUTS_SCHEMA}, str backend) -> ({', '.join(['Tensor'] * 11)})",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "policy_loss_backward(Tensor? objective, Tensor? kl_to_ref, Tensor? kl_to_inference, "
+    f"Tensor? entropy_loss, {_INPUTS_SCHEMA}, str backend, Tensor row_weights, "
+    "bool wants_log_probs, bool wants_ref_log_probs, bool wants_entropy) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _policy_loss(*args) -> tuple[Tensor, ...]:
+    inputs, flat_options, backend = args[:_INPUTS], args[_INPUTS:-1], args[-1]
+    options = PolicyLossOptions.unflatten(flat_options)
+    output, row_weights = implementation(backend).forward(*inputs, options)
+    absent = row_weights.new_empty(0)
+    return *[absent.clone() if term is None else term for term in output], row_weights
+
+
+def _policy_loss_fake(*args) -> tuple[Tensor, ...]:
+    log_probs, _, _, _, ref_log_probs, entropy = args[:_INPUTS]
+    options = PolicyLossOptions.unflatten(args[_INPUTS:-1])
+    per_aggregation = objective_shape(log_probs, options)
+    kl_shape = () if options.semantics == "torchrl" else per_aggregation
+    losses = (per_aggregation, kl_shape, kl_shape, per_aggregation)
+    present = present_terms(options, ref_log_probs, entropy)
+    shapes = [
+        shape if there else (0,) for shape, there in zip((*losses, *[()] * 6), present, strict=True)
+    ]
+    shapes.append((log_probs.shape[0], 2))
+    dtype = compute_dtype(log_probs)
+    return tuple(log_probs.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+def _policy_loss_backward(*args) -> tuple[Tensor, Tensor, Tensor]:
+    upstream, inputs, args = args[:4], args[4 : 4 + _INPUTS], args[4 + _INPUTS :]
+    *flat_options, backend, row_weights = args[:-3]
+    gradients = implementation(backend).backward(
+        LossGradients(*upstream),
+        *inputs,
+        PolicyLossOptions.unflatten(tuple(flat_options)),
+        row_weights,
+        args[-3:],
+    )
+    wanted = zip(gradients, args[-3:], strict=True)
+    return tuple(
+        gradient if gradient is not None and want else row_weights.new_empty(0)
+        for gradient, want in wanted
+    )
+
+
+def _policy_loss_backward_fake(*args) -> tuple[Tensor, Tensor, Tensor]:
+    _, by_kl_to_ref, _, by_entropy = args[:4]
+    log_probs, _, _, _, ref_log_probs, entropy = args[4 : 4 + _INPUTS]
+    row_weights, wants_log_probs, wants_ref, wants_entropy = args[-4:]
+    likes = (
+        log_probs if wants_log_probs else None,
+        ref_log_probs if wants_ref and by_kl_to_ref is not None else None,
+        entropy if wants_entropy and by_entropy is not None else None,
+    )
+    return tuple(
+        row_weights.new_empty(0) if like is None else like.new_empty(like.shape) for like in likes
+    )
+
+
+def _save_for_backward(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    *_, row_weights = output
+    tensors = (*inputs, row_weights)
+    ctx.is_tensor = [isinstance(value, Tensor) for value in tensors]
+    ctx.save_for_backward(*[value for value in tensors if isinstance(value, Tensor)])
+    ctx.others = [None if isinstance(value, Tensor) else value for value in tensors]
+
+
+def _backward_of_policy_loss(ctx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = iter(ctx.saved_tensors)
+    arguments = [
+        next(saved) if is_tensor else other
+        for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+    ]
+    wanted = [ctx.needs_input_grad[i] for i in (0, 4, 5)]
+    gradients = torch.ops.grpo_kernels.policy_loss_backward(*upstream[:4], *arguments, *wanted)
+    _, by_kl_to_ref, _, by_entropy = upstream[:4]
+    leads_there = (True, by_kl_to_ref is not None, by_entropy is not None)
+    log_probs, ref_log_probs, entropy = (
+        gradient if want and leads else None
+        for gradient, want, leads in zip(gradients, wanted, leads_there, strict=True)
+    )
+    rest = (None,) * (len(arguments) - 1 - _INPUTS)
+    return log_probs, None, None, None, ref_log_probs, entropy, *rest
+
+
+def _no_second_derivative(ctx, *upstream: Tensor) -> NoReturn:
+    raise RuntimeError("policy_loss is differentiable once; its second derivative is not available")
+
+
+_library.impl("policy_loss", _policy_loss, "CompositeExplicitAutograd")
+_library.impl("policy_loss_backward", _policy_loss_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("grpo_kernels::policy_loss", _policy_loss_fake, lib=_library)
+torch.library.register_fake(
+    "grpo_kernels::policy_loss_backward", _policy_loss_backward_fake, lib=_library
+)
+torch.library.register_autograd(
+    "grpo_kernels::policy_loss",
+    _backward_of_policy_loss,
+    setup_context=_save_for_backward,
+    lib=_library,
+)
+torch.library.register_autograd(
+    "grpo_kernels::policy_loss_backward", _no_second_derivative, lib=_library
+)
+
+
+def policy_loss_function(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    options: PolicyLossOptions,
+    backend: str,
+) -> PolicyLossOutput:
+    """`policy_loss` on checked inputs, by the way that suits the caller."""
+    if not torch.compiler.is_compiling():
+        output = PolicyLossFunction.apply(
+            log_probs, ref_log_probs, entropy, old_log_probs, advantages, mask, options, backend
+        )
+        return PolicyLossOutput(*output)
+    *output, _ = torch.ops.grpo_kernels.policy_loss(
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        ref_log_probs,
+        entropy,
+        *options.flatten(),
+        backend,
+    )
+    present = present_terms(options, ref_log_probs, entropy)
+    terms = [term if there else None for term, there in zip(output, present, strict=True)]
+    metrics = [metric if metric is None else metric.detach() for metric in terms[4:]]
+    return PolicyLossOutput(*terms[:4], *metrics)

@@ -1,0 +1,192 @@
+"""What `policy_loss` can be told, checked once, and the typed result it gives back."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Objective = Literal["grpo", "cispo"]
+Aggregation = Literal["token_mean", "prompt_mean", "none"]
+Semantics = Literal["torchrl", "corrected"]
+
+OBJECTIVES = ("grpo", "cispo")
+AGGREGATIONS = ("token_mean", "prompt_mean", "none")
+SEMANTICS = ("torchrl", "corrected")
+
+
+class PolicyLossOptions(NamedTuple):
+    """The hyper-parameters of one call, in the order in which every backend takes them."""
+
+    objective: Objective
+    clip_low: float | Tensor
+    clip_high: float | Tensor
+    kl_mask_threshold: float | None
+    aggregation: Aggregation
+    kl_to_ref_coeff: float | None
+    kl_to_inference_coeff: float | None
+    entropy_coeff: float | None
+    semantics: Semantics
+    log_ratio_cap: float | None
+    normaliser: float | Tensor | None
+
+    def flatten(self) -> tuple:
+        """For an operator's schema: what may be a number or a tensor becomes one of each."""
+        low, low_tensor = _number_and_tensor(self.clip_low)
+        high, high_tensor = _number_and_tensor(self.clip_high)
+        normaliser, normaliser_tensor = _number_and_tensor(self.normaliser)
+        return (
+            self.objective,
+            low,
+            low_tensor,
+            high,
+            high_tensor,
+            *self[3:10],
+            normaliser,
+            normaliser_tensor,
+        )
+
+    @classmethod
+    def unflatten(cls, flat: tuple) -> PolicyLossOptions:
+        """The inverse of `flatten`."""
+        objective, low, low_tensor, high, high_tensor, *others, number, tensor = flat
+        return cls(
+            objective,
+            low if low_tensor is None else low_tensor,
+            high if high_tensor is None else high_tensor,
+            *others,
+            number if tensor is None else tensor,
+        )
+
+
+# The types of what `flatten` gives. csrc/policy_loss.cpp has the same list.
+OPTIONS_SCHEMA = (
+    "str objective, float? clip_low, Tensor? clip_low_tensor, float? clip_high, "
+    "Tensor? clip_high_tensor, float? kl_mask_threshold, str aggregation, "
+    "float? kl_to_ref_coeff, float? kl_to_inference_coeff, float? entropy_coeff, str semantics, "
+    "float? log_ratio_cap, float? normaliser, Tensor? normaliser_tensor"
+)
+
+
+def _number_and_tensor(value: float | Tensor | None) -> tuple[float | None, Tensor | None]:
+    return (None, value) if isinstance(value, Tensor) else (value, None)
+
+
+class PolicyLossOutput(NamedTuple):
+    """Loss terms (differentiable) and metrics (not); a term that was not asked for is None.
+
+    All are 0-d in fp32 (fp64 for fp64 log-probs), but for `aggregation="none"`, where the terms
+    that follow the aggregation are [B, T], and for `prompt_mean` under torchrl semantics, where
+    they are [1] as TorchRL's are.
+    """
+
+    loss_objective: Tensor
+    loss_kl_to_ref: Tensor | None
+    loss_kl_to_inference: Tensor | None
+    loss_entropy: Tensor | None
+    clip_fraction: Tensor
+    kl_approx: Tensor
+    ESS: Tensor
+    entropy: Tensor | None
+    kl_to_ref: Tensor | None
+    kl_to_inference: Tensor | None
+
+
+def present_terms(
+    options: PolicyLossOptions, ref_log_probs: Tensor | None, entropy: Tensor | None
+) -> tuple[bool, ...]:
+    """For each field of PolicyLossOutput, whether it is a tensor rather than None."""
+    has_ref, has_entropy = ref_log_probs is not None, entropy is not None
+    to_inference = options.kl_to_inference_coeff is not None
+    return (
+        True,
+        has_ref and options.kl_to_ref_coeff is not None,
+        to_inference,
+        has_entropy and options.entropy_coeff is not None,
+        *(True, True, True),
+        has_entropy,
+        has_ref,
+        to_inference,
+    )
+
+
+class LossGradients(NamedTuple):
+    """Upstream gradients of the loss terms, shaped as they are; None where nothing came."""
+
+    objective: Tensor | None
+    kl_to_ref: Tensor | None
+    kl_to_inference: Tensor | None
+    entropy: Tensor | None
+
+
+class InputGradients(NamedTuple):
+    """Gradients by the differentiable inputs; None where no upstream gradient leads there."""
+
+    log_probs: Tensor
+    ref_log_probs: Tensor | None
+    entropy: Tensor | None
+
+
+def check_choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    """Raise ValueError, with what is accepted, unless `value` is one of `accepted`."""
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {accepted}, got {value!r}")
+
+
+def check_clip(clip_low: float | Tensor, clip_high: float | Tensor) -> None:
+    """Raise ValueError for bounds that are NaN, negative, or that let the ratio reach 0.
+
+    Tensors are read by the kernels, so only their shape is checked: reading would synchronise.
+    """
+    for name, bound in (("clip_low", clip_low), ("clip_high", clip_high)):
+        if isinstance(bound, Tensor):
+            if bound.numel() != 1 or not bound.is_floating_point():
+                raise ValueError(
+                    f"{name} must be a number or a floating point tensor with one element, got "
+                    f"shape {tuple(bound.shape)} and dtype {bound.dtype}"
+                )
+        elif not bound >= 0:
+            raise ValueError(f"{name} must be a number >= 0, got {bound!r}")
+    if not isinstance(clip_low, Tensor) and not clip_low < 1:
+        raise ValueError(f"clip_low must be < 1, so that 1 - clip_low > 0, got {clip_low!r}")
+
+
+def check_options(options: PolicyLossOptions) -> None:
+    """Raise ValueError or TypeError naming the first option that cannot be honoured."""
+    check_choice("objective", options.objective, OBJECTIVES)
+    check_choice("aggregation", options.aggregation, AGGREGATIONS)
+    check_choice("semantics", options.semantics, SEMANTICS)
+    check_clip(options.clip_low, options.clip_high)
+    for name in ("kl_mask_threshold", "log_ratio_cap"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be a number > 0 or None, got {value!r}")
+    for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff"):
+        value = getattr(options, name)
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number or None, got {value!r}")
+    normaliser = options.normaliser
+    if isinstance(normaliser, Tensor):
+        if normaliser.numel() != 1:
+            raise ValueError(
+                f"normaliser must be a number or a tensor with one element, got shape "
+                f"{tuple(normaliser.shape)}"
+            )
+    elif normaliser is not None and not (normaliser > 0 and math.isfinite(normaliser)):
+        raise ValueError(f"normaliser must be a finite number > 0, got {normaliser!r}")
+
+
+def compute_dtype(log_probs: Tensor) -> torch.dtype:
+    """fp64 for fp64 log-probs, else fp32: what everything is computed and returned in."""
+    return torch.float64 if log_probs.dtype == torch.float64 else torch.float32
+
+
+def objective_shape(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int, ...]:
+    """Shape of loss_objective and loss_entropy (and of the KL losses under corrected semantics)."""
+    if options.aggregation == "none":
+        return tuple(log_probs.shape)
+    if options.aggregation == "prompt_mean" and options.semantics == "torchrl":
+        return (1,)
+    return ()
