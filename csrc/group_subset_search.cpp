@@ -195,6 +195,8 @@ struct Lattice {
   std::vector<int32_t> levels;
   int64_t top = 0;  // largest level
 
+  Lattice() = default;
+
   Lattice(const SubsetQuery& query, const std::vector<double>& distinct, double largest_magnitude) {
     base = distinct.front();
     const double range = distinct.back() - base;
@@ -957,10 +959,8 @@ class BalancedSearch {
   bool in_order(bool whatever_it_costs) {
     const bool small = (n_ + 1) * (k_ + 1) <= kBoundTableEntries && n_ <= kLongestBounded;
     if ((!small && !whatever_it_costs) || k_ > kDeepest) return false;
-    SubsetQuery query = query_;
-    Lattice none(query, {0.0}, 0.0);
-    none.found = false;
-    const Candidates all(query, none, -kInfinity, kInfinity);
+    const Lattice none;
+    const Candidates all(query_, none, -kInfinity, kInfinity);
     std::optional<SuffixBounds> bounds;
     if (small) bounds.emplace(all, k_);
     const int64_t steps = whatever_it_costs ? std::numeric_limits<int64_t>::max() : steps_ / kStepsPerNode / 2;

@@ -69,11 +69,11 @@ class GroupRules(NamedTuple):
     grpo_size: int
     candidate_group_size: int
     candidate_selection_min_size: int
-    selector: MCAdvantageSelector
+    candidate_selector: MCAdvantageSelector
     keep_return_bounds: tuple[float, float] | None
-    selects: bool  # by trajectory-level returns
     max_pending_groups: int | None
     max_group_age: float | None
+    selects: bool  # by trajectory-level returns
     verbose: bool
 
 
@@ -115,6 +115,11 @@ class GroupLedger:
                 self._evict_old()
             groups = [self._add(trajectory) for trajectory in arrivals]
             return [group for group in groups if group is not None]
+
+    def set_rules(self, rules: GroupRules) -> None:
+        """From the next trajectory on."""
+        with self._lock:
+            self._rules = rules
 
     def counter(self, name: str) -> float:
         with self._lock:
@@ -245,7 +250,7 @@ class GroupLedger:
     def _select(
         self, candidates: list[Trajectory], returns: list[float], size: int
     ) -> list[int] | None:
-        selector, bounds = self._rules.selector, self._rules.keep_return_bounds
+        selector, bounds = self._rules.candidate_selector, self._rules.keep_return_bounds
         if type(selector) is MCAdvantageSelector and selector.in_keys == ["return"]:
             unproved, gave_up = selector.unproved_selections, selector.gave_up_selections
             chosen = selector.select_values(

@@ -204,17 +204,21 @@ class MCAdvantage(Transform):
         self.rewards_key = rewards_key
         self.advantage_key = advantage_key
         self.done_key = done_key
-        self.grpo_size = grpo_size
-        self.candidate_group_size = candidate_group_size
-        self.candidate_selection_min_size = candidate_selection_min_size
-        self.candidate_selector = candidate_selector
-        self.verbose = verbose
         self.trajectory_return = trajectory_return
-        self.keep_return_bounds = keep_return_bounds
         self.statistics = statistics
         self.advantage = advantage
-        self.max_pending_groups = max_pending_groups
-        self.max_group_age = max_group_age
+        self._rules = GroupRules(
+            grpo_size=grpo_size,
+            candidate_group_size=candidate_group_size,
+            candidate_selection_min_size=candidate_selection_min_size,
+            candidate_selector=candidate_selector,
+            keep_return_bounds=keep_return_bounds,
+            max_pending_groups=max_pending_groups,
+            max_group_age=max_group_age,
+            selects=trajectory_return is not None,
+            verbose=verbose,
+        )
+        self._ledger = GroupLedger(self._rules)
         if self._oversampling_is_inert():
             warnings.warn(
                 f"candidate_group_size={candidate_group_size} has no effect: without "
@@ -223,19 +227,6 @@ class MCAdvantage(Transform):
                 "candidate_selection_min_size to as many candidates as should be waited for.",
                 stacklevel=2,
             )
-        self._ledger = GroupLedger(
-            GroupRules(
-                grpo_size=grpo_size,
-                candidate_group_size=candidate_group_size,
-                candidate_selection_min_size=candidate_selection_min_size,
-                selector=candidate_selector,
-                keep_return_bounds=keep_return_bounds,
-                selects=trajectory_return is not None,
-                max_pending_groups=max_pending_groups,
-                max_group_age=max_group_age,
-                verbose=verbose,
-            )
-        )
         self._manager = None
         self._warned_of_nonfinite = False
 
@@ -322,7 +313,7 @@ class MCAdvantage(Transform):
         """Take in trajectories; the complete groups with advantages, or None. The input is kept."""
         if is_tensor_collection(tensordict) and not kwargs:
             return self._inv_call(tensordict.copy())
-        return super().inv(tensordict, **kwargs)
+        return super().inv(**kwargs) if tensordict is None else super().inv(tensordict, **kwargs)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
         if self.verbose:
@@ -500,6 +491,14 @@ class PendingGroups:
         self._call("clear")
 
 
+def _rule_property(name: str) -> property:
+    def change(self, value) -> None:
+        self._rules = self._rules._replace(**{name: value})
+        self._call("set_rules", self._rules)
+
+    return property(lambda self: getattr(self._rules, name), change, doc=f"The argument `{name}`.")
+
+
 def _counter_property(name: str) -> property:
     return property(
         lambda self: self._call("counter", name),
@@ -508,6 +507,9 @@ def _counter_property(name: str) -> property:
     )
 
 
+for _name in GroupRules._fields:
+    if _name != "selects":
+        setattr(MCAdvantage, _name, _rule_property(_name))
 for _name in COUNTERS:
     setattr(MCAdvantage, _name, _counter_property(_name))
 

@@ -451,6 +451,25 @@ def test_counters_can_be_set_and_reset():
     assert transform.queued_trajectories == 0
 
 
+def test_arguments_can_be_changed_afterwards():
+    transform = MCAdvantage(2, trajectory_return="sum")
+    transform.keep_return_bounds = (0.1, 0.9)
+    assert transform.keep_return_bounds == (0.1, 0.9)
+    assert write_all(transform, [0.0, 0.0]) == []
+    transform.grpo_size = transform.candidate_group_size = 3
+    transform.candidate_selection_min_size = 3
+    (out,) = write_all(transform, [0.0, 0.0, 1.0])
+    assert out.shape == (3,)
+
+
+def test_inv_by_keywords_is_torchrls():
+    # Transform.inv dispatches keywords to in_keys_inv, of which there are none.
+    with pytest.raises(TypeError):
+        MCAdvantage(2).inv(query=0)
+    with pytest.raises(TypeError):
+        TorchRLMCAdvantage(2).inv(query=0)
+
+
 def test_a_copy_has_a_state_of_its_own():
     transform = MCAdvantage(2, trajectory_return="sum")
     transform.inv(trajectory(0, [0.0]))
@@ -480,6 +499,16 @@ def test_in_a_replay_buffer(storage):
     assert len(buffer) == 5  # outside the bounds
     assert buffer.sample()["advantage"].abs().sum() > 1
     assert transform.get_stats()["written_groups"] == 1
+
+
+@pytest.mark.parametrize("make", [MCAdvantage, TorchRLMCAdvantage])
+def test_adding_steps_to_a_replay_buffer(make):
+    # ReplayBuffer.add adds a dimension: every element is a trajectory of one step.
+    buffer = ReplayBuffer(storage=LazyStackStorage(100), transform=make(2, trajectory_return="sum"))
+    buffer.add(trajectory(0, [0.0])[0])
+    assert len(buffer) == 0
+    with pytest.raises(RuntimeError, match="Expected the trajectory to be done"):
+        buffer.add(trajectory(0, [0.0, 1.0]))
 
 
 def test_made_by_a_transform_factory():
