@@ -14,8 +14,8 @@ namespace grpo_kernels {
 
 using torch::stable::Tensor;
 
-// values: contiguous double or float [n]. Returns the Proof, then the indices; or only -1 for a value
-// that isn't finite.
+// values: contiguous double or float [n]. Returns the Proof, then the indices; or only -1 for a
+// value that isn't finite.
 std::vector<int64_t> group_subset(
     const Tensor& values,
     int64_t k,

@@ -111,11 +111,14 @@ struct Objective {
         64 * k * std::numeric_limits<double>::denorm_min();
   }
 
-  // An interval that holds every sum with deviation <= bound, and little else.
+  // An interval that holds every accepted sum with deviation <= bound, and little else.
   void window(double bound, double* smallest, double* largest) const {
     if (!has_middle) {
-      *smallest = -kInfinity;
-      *largest = kInfinity;
+      const double least = 64 * k * std::numeric_limits<double>::denorm_min();
+      *smallest = k * low - 8 * kUnitRoundoff * std::fabs(k * low) - least;
+      *largest = k * high + 8 * kUnitRoundoff * std::fabs(k * high) + least;
+      if (std::isnan(*smallest)) *smallest = -kInfinity;
+      if (std::isnan(*largest)) *largest = kInfinity;
       return;
     }
     const double reach = k * bound;
@@ -138,7 +141,7 @@ struct Objective {
   }
 };
 
-// Values of which every partial sum is exact: multiples of `unit`, fewer than 2^53 of it.
+// Values of which every sum is exact: multiples of `unit`, k of them fewer than 2^52 of it.
 struct ExactGrid {
   double unit = 0;  // 0: sums round
 
@@ -161,7 +164,7 @@ struct ExactGrid {
     int exponent;
     std::frexp(largest, &exponent);
     const int count_bits = std::bit_width(static_cast<uint64_t>(query.k));
-    if (exponent - lowest_bit + count_bits <= 53 && lowest_bit > -1000 && exponent < 900)
+    if (exponent - lowest_bit + count_bits <= 52 && lowest_bit > -1000 && exponent < 900)
       unit = std::ldexp(1.0, lowest_bit);
   }
 };
@@ -577,7 +580,8 @@ class HalfSums {
   };
 
   // Adding a constant keeps the order, so each count is a merge of two sorted runs.
-  void merge(const Lists& without, const Item& item, int64_t copies, int64_t most, Lists& to_lists) {
+  void merge(
+      const Lists& without, const Item& item, int64_t copies, int64_t most, Lists& to_lists) {
     to_lists.offsets.assign(most + 2, 0);
     for (int64_t c = 0; c <= most; ++c)
       to_lists.offsets[c + 1] =
@@ -710,7 +714,8 @@ class BalancedSearch {
       proof = exact ? by_classes(distinct, true, kFewSums) : by_halves(kFewSums, kFewSums);
       if (proof == Proof::whole) return {best_indices_, proof};
       const Lattice lattice(query_, distinct, largest_magnitude);
-      if (lattice.found && Reach::words(n_, k_, lattice.top, true) <= std::min(kReachWords, steps_) &&
+      const int64_t words = std::min(kReachWords, steps_);
+      if (lattice.found && Reach::words(n_, k_, lattice.top, true) <= words &&
           by_levels(lattice, distinct, grid))
         return {best_indices_, Proof::whole};
       const int64_t sums = std::min(kMeetInTheMiddleSums, steps_ / 2);
@@ -762,7 +767,8 @@ class BalancedSearch {
   }
 
   // Few levels: which sums can be reached is a table. True if the answer is proved.
-  bool by_levels(const Lattice& lattice, const std::vector<double>& distinct, const ExactGrid& grid) {
+  bool by_levels(
+      const Lattice& lattice, const std::vector<double>& distinct, const ExactGrid& grid) {
     const Candidates all(query_, lattice, -kInfinity, kInfinity);
     const SuffixBounds bounds(all, k_);
     const Reach reach(all, k_, lattice.top, false);
@@ -837,7 +843,8 @@ class BalancedSearch {
       if (within.size() < k_) continue;
       const SuffixBounds bounds(within, k_);
       const Reach reach(within, k_, lattice.top, true);
-      OrderedSearch search(objective_, within, &bounds, lattice, &reach, k_, steps_ / kStepsPerNode / 8);
+      const int64_t steps = steps_ / kStepsPerNode / 8;
+      OrderedSearch search(objective_, within, &bounds, lattice, &reach, k_, steps);
       search.stopped_at_first = true;
       spend(search, objective_.lowest_deviation);
       if (!search.best_indices.empty()) offer(search.best, search.best_indices);
@@ -856,7 +863,7 @@ class BalancedSearch {
           .push_back({query_.values[i], 1, static_cast<int>(i < half ? i : i - half)});
     if (number_of_sums(second, k_, most_sums) > most_sums) return Proof::none;
     std::vector<int64_t> indices(k_);
-    return by_pairs(first, second, most_ties, [&](uint64_t a, uint64_t b) {
+    return by_pairs(first, second, most_ties, true, [&](uint64_t a, uint64_t b) {
       int64_t* to = indices.data();
       for (; a; a &= a - 1) *to++ = std::countr_zero(a);
       for (; b; b &= b - 1) *to++ = half + std::countr_zero(b);
@@ -866,7 +873,7 @@ class BalancedSearch {
 
   // The same over how often each distinct value is taken. Of equal candidates the first are in the
   // first list, so for exact sums one list stands for all of the same counts. Where sums round, the
-  // order of the candidates moves them a little and only the mean is proved.
+  // order of the candidates moves them a little, and what is proved is the mean.
   Proof by_classes(const std::vector<double>& distinct, bool exact, int64_t most_sums) {
     std::vector<std::vector<int64_t>> members(distinct.size());
     for (int64_t i = 0; i < n_; ++i) {
@@ -897,30 +904,29 @@ class BalancedSearch {
         const Item& item = halves[half][i];
         const uint64_t mask =
             (uint64_t{1} << std::bit_width(static_cast<uint64_t>(item.copies))) - 1;
+        const auto count = static_cast<int64_t>(counts >> item.shift & mask);
         const auto& from = members[classes[half][i]];
-        indices.insert(
-            indices.end(), from.begin(), from.begin() + static_cast<int64_t>(counts >> item.shift & mask));
+        indices.insert(indices.end(), from.begin(), from.begin() + count);
       }
     };
-    const Proof proof =
-        by_pairs(halves[0], halves[1], kMeetInTheMiddleTies, [&](uint64_t a, uint64_t b) {
+    return by_pairs(
+        halves[0], halves[1], kMeetInTheMiddleTies, exact, [&](uint64_t a, uint64_t b) {
           indices.clear();
           take(0, a);
           take(1, b);
           std::sort(indices.begin(), indices.end());
           offer(indices);
         });
-    return exact || (proof == Proof::whole && best_indices_.empty()) ? proof
-        : proof == Proof::whole                                      ? Proof::mean
-                                                                     : proof;
   }
 
-  // Offers every pair that the rounding of sums leaves in question.
+  // Offers every pair that the rounding of sums leaves in question. `complete`: what is offered for
+  // a pair is the best of all that have its sum.
   template <typename Offer>
   Proof by_pairs(
       const std::vector<Item>& first_items,
       const std::vector<Item>& second_items,
       int64_t most_ties,
+      bool complete,
       Offer offer_pair) {
     const HalfSums first(first_items, k_);
     const HalfSums second(second_items, k_);
@@ -946,10 +952,11 @@ class BalancedSearch {
         return !best_indices_.empty() && close ? Proof::mean : Proof::none;
       }
       if (best_indices_.empty()) {
-        if (distance >= farthest) return Proof::whole;
+        if (distance >= farthest) return complete ? Proof::whole : Proof::none;
         distance = farthest;
       } else {
-        if (objective_.k * best_.deviation + error <= distance) return Proof::whole;
+        if (objective_.k * best_.deviation + error <= distance)
+          return complete ? Proof::whole : Proof::mean;
         distance = objective_.k * best_.deviation + 2 * error;
       }
     }
@@ -963,7 +970,8 @@ class BalancedSearch {
     const Candidates all(query_, none, -kInfinity, kInfinity);
     std::optional<SuffixBounds> bounds;
     if (small) bounds.emplace(all, k_);
-    const int64_t steps = whatever_it_costs ? std::numeric_limits<int64_t>::max() : steps_ / kStepsPerNode / 2;
+    const int64_t steps = whatever_it_costs ? std::numeric_limits<int64_t>::max() / kStepsPerNode
+                                            : steps_ / kStepsPerNode / 2;
     OrderedSearch search(objective_, all, bounds ? &*bounds : nullptr, none, nullptr, k_, steps);
     spend(search, objective_.largest_deviation());
     if (search.finished) {
@@ -1041,7 +1049,8 @@ class BalancedSearch {
       const auto take = [&](std::vector<int64_t>& from) {
         const auto size = static_cast<int64_t>(from.size());
         for (int64_t i = 0; i < std::min(kWindow / 2, size); ++i) {
-          std::swap(from[i], from[i + static_cast<int64_t>(random() % static_cast<uint64_t>(size - i))]);
+          const auto other = static_cast<int64_t>(random() % static_cast<uint64_t>(size - i));
+          std::swap(from[i], from[i + other]);
           places.push_back(from[i]);
         }
       };

@@ -87,9 +87,9 @@ def balanced_without_proof(
     exact = [Fraction(values[index]) for index in order]
     # Far beyond what the rounding of k additions amounts to.
     margin = Fraction(k, 2**50) * max(map(abs, exact)) * k
-    if sum(exact[n - k :]) + margin < k * Fraction(low) if math.isfinite(low) else False:
+    if math.isfinite(low) and sum(exact[n - k :]) + margin < k * Fraction(low):
         return None, 2
-    if sum(exact[:k]) - margin > k * Fraction(high) if math.isfinite(high) else False:
+    if math.isfinite(high) and sum(exact[:k]) - margin > k * Fraction(high):
         return None, 2
     places = list(range(k))
     best, best_score = None, None

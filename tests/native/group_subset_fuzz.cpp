@@ -1,5 +1,5 @@
-// Compares csrc/group_subset_search.cpp with enumeration on random groups, and runs it on large ones
-// where enumeration is out of reach. Meant to be built with -fsanitize=address,undefined.
+// Compares csrc/group_subset_search.cpp with enumeration on random groups, and runs it on large
+// ones, where enumeration is out of reach. Meant to be built with -fsanitize=address,undefined.
 // Usage: group_subset_fuzz [seconds] [seed]
 #include <chrono>
 #include <cmath>
@@ -127,6 +127,9 @@ int main(int argc, char** argv) {
     check(query.low < mean && mean < query.high, "outside the bounds", query);
     check(static_cast<int64_t>(found.indices.size()) == query.k, "not k", query);
   }
-  std::printf("%ld small (%ld unproved without enumeration), %ld large: as enumerated\n", long(small),
-              long(unproved), long(large));
+  std::printf(
+      "%ld small (%ld unproved without enumeration), %ld large: as enumerated\n",
+      long(small),
+      long(unproved),
+      long(large));
 }
