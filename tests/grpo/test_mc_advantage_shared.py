@@ -89,6 +89,22 @@ def test_four_writers_complete_every_group_once(shared):
     assert_consistent(stats)
 
 
+@pytest.mark.slow
+def test_spawned_writers_share_groups_as_forked_ones_do(shared):
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    writers = [
+        context.Process(target=write_share, args=(shared, writer, results)) for writer in range(2)
+    ]
+    for writer in writers:
+        writer.start()
+    assert [results.get() for _ in writers] == [[], []]
+    for writer in writers:
+        writer.join()
+    assert shared.queued_trajectories == 2 * GROUPS
+    assert shared.max_queued_trajectories_per_group == 2
+
+
 def extend_buffer(buffer, writer):
     torch.set_num_threads(1)
     for group in range(GROUPS):

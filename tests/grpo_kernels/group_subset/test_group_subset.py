@@ -67,7 +67,7 @@ def groups(draw, most=10):
 
 
 @needs_cpp
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(groups())
 def test_balanced_is_the_enumerated_one_wherever_it_is_proved(group):
     values, k, bounds = group
