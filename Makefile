@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/installed
 
-.PHONY: install demo test test-all bench verify lint wheel clean
+.PHONY: install demo test test-slow test-all bench lint wheel clean
 
 install: $(INSTALLED)
 
@@ -23,8 +23,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(INSTALLED)
-	$(BIN)/python -m pytest
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+test-all: test test-slow
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench

@@ -58,10 +58,11 @@ def machine_name() -> str:
     return f"cpu-{platform.machine()}"
 
 
-def show(figures: Iterable[Figure]) -> list[Figure]:
-    """Print figures as they come."""
+def show(figures: Iterable[Figure], quick: bool = False) -> list[Figure]:
+    """Print figures as they come; at a quick run's tiny sizes nothing is asked of them."""
     shown = []
     for figure in figures:
+        figure.asked = None if quick else figure.asked
         print(figure, flush=True)
         shown.append(figure)
     return shown

@@ -169,4 +169,5 @@ def figures(quick: bool = False) -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    show(figures("--quick" in sys.argv))
+    QUICK = "--quick" in sys.argv
+    show(figures(QUICK), QUICK)

@@ -106,7 +106,7 @@ class LinearHead(NamedTuple):
 
 
 def find_linear_head(model: nn.Module) -> LinearHead:
-    """The output layer of a Hugging Face causal LM, checked on two tokens.
+    """The output layer of a Hugging Face causal LM, checked on a few tokens.
 
     Raises ValueError, with the reason, if logits are not softcap(scale * (W hidden + b)).
     """
@@ -123,8 +123,8 @@ def find_linear_head(model: nn.Module) -> LinearHead:
     hook = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     try:
         with torch.no_grad():
-            input_ids = torch.zeros((1, 2), dtype=torch.long, device=head.weight.device)
-            logits = model(input_ids, use_cache=False).logits.double()
+            input_ids = torch.arange(8, device=head.weight.device).unsqueeze(0) % head.out_features
+            logits = model(input_ids, use_cache=False)["logits"].double()
             plain = head(hidden[0]).double()
     finally:
         hook.remove()

@@ -40,6 +40,7 @@ from grpo_kernels.policy_loss.options import (
     PolicyLossOptions,
     Semantics,
     check_choice,
+    compute_dtype,
 )
 
 from .actor import find_linear_head, plan_model_call, reason_not_direct, score_directly
@@ -313,7 +314,7 @@ class GRPOLoss(LossModule):
             reference log-probs. RuntimeError: sampling log-probs that require a gradient.
         """
         keys = self.tensor_keys
-        if tensordict.get(keys.action, None) is None:
+        if keys.action not in tensordict:
             raise ValueError(f"Action key {keys.action} not in tensordict.")
         if isinstance(self.actor_network, TensorDictModuleBase) or self._overrides(
             "_get_cur_log_prob"
@@ -379,9 +380,9 @@ class GRPOLoss(LossModule):
         by_strategy = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
         if by_strategy is not None:
             return by_strategy(tensordict)
-        if isinstance(
-            actor, (ProbabilisticTensorDictSequential, ProbabilisticTensorDictModule)
-        ) or hasattr(actor, "get_dist"):
+        if isinstance(actor, (ProbabilisticTensorDictSequential, ProbabilisticTensorDictModule)):
+            return actor.get_dist(tensordict)  # unlike a wrapper's, it takes no logits_key
+        if hasattr(actor, "get_dist"):
             return actor.get_dist(tensordict, logits_key="logits")
         raise NotImplementedError(
             f"actor_network must have get_dist or _get_{self.masking_strategy}_dist (for "
@@ -424,7 +425,10 @@ class GRPOLoss(LossModule):
         entropy = mean_entropy = None
         if self.entropy_bonus:
             entropy = self._get_entropy(dist, log_probs.shape).squeeze(-1)
-            mean_entropy = entropy.detach().mean()
+            counted = entropy.detach()
+            if mask is not None:  # a finite pad counts, as in TorchRL; NaN in a pad does not
+                counted = torch.where(mask | counted.isfinite(), counted, 0.0)
+            mean_entropy = eager.position_mean(counted.to(compute_dtype(log_probs)))
         return Scores(log_probs, entropy, mask, mean_entropy)
 
     def _get_entropy(self, dist: Distribution, adv_shape: torch.Size) -> Tensor:
@@ -546,10 +550,13 @@ class GRPOLoss(LossModule):
     def _objective_and_clip_fraction(
         inputs: eager.MaskedInputs, advantage: Tensor, options: PolicyLossOptions
     ) -> tuple[Tensor, Tensor]:
+        log_ratio = inputs.log_ratio
+        # Autograd follows the advantage through the value, the log-ratio by the coefficient.
+        inputs = inputs._replace(log_probs=inputs.log_probs.detach(), log_ratio=log_ratio.detach())
         tokens = eager.trained_tokens(inputs, advantage, options.log_ratio_cap)
         bounds = eager.clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)
         objective = eager.token_objective(options)(tokens, bounds)
-        loss = _WithCoefficient.apply(inputs.log_ratio, objective.value, objective.coefficient)
+        loss = _WithCoefficient.apply(log_ratio, objective.value, objective.coefficient.detach())
         return loss, eager.clip_fraction(inputs, objective, bounds, options.semantics)
 
     def _aggregate_loss_value(
@@ -649,7 +656,7 @@ class GRPOLoss(LossModule):
 
 
 class _WithCoefficient(torch.autograd.Function):
-    """A per-token value whose derivative by the log-ratio is the given coefficient."""
+    """A per-token value that has, beside its own graph, this derivative by the log-ratio."""
 
     @staticmethod
     def forward(ctx, log_ratio: Tensor, value: Tensor, coefficient: Tensor) -> Tensor:
@@ -658,9 +665,9 @@ class _WithCoefficient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         (coefficient,) = ctx.saved_tensors
-        return torch.where(coefficient == 0, 0.0, upstream * coefficient), None, None
+        return torch.where(coefficient == 0, 0.0, upstream * coefficient), upstream, None
 
 
 def _per_token(advantage: Tensor, log_probs: Tensor) -> Tensor:

@@ -295,7 +295,8 @@ def forward(
         if options.aggregation == "none":
             return value
         total = (value.sum(-1, dtype=torch.float64) * weights).sum().to(value.dtype)
-        return total.reshape(objective_shape(log_probs, options))
+        # A copy: a view may not be changed in place once autograd.Function returns it.
+        return total.reshape(objective_shape(log_probs, options)).clone()
 
     tokens = trained_tokens(inputs, advantages, options.log_ratio_cap)
     bounds = clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)

@@ -59,8 +59,15 @@ def _number(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def _log_bound(bound, SIGN: tl.constexpr, DTYPE: tl.constexpr):
-    """log(1 + SIGN * bound)."""
-    return tl.log(1 + SIGN * _number(bound, DTYPE))
+    """log(1 + SIGN * bound); a tensor's in its own precision, as a scheduled buffer is compared."""
+    bound = tl.to_tensor(bound)
+    if bound.dtype.is_ptr():
+        bound = tl.load(bound)
+    OWN: tl.constexpr = bound.dtype
+    bound = SIGN * bound.to(tl.float64 if tl.float64 == OWN else tl.float32)
+    total = 1 + bound
+    log1p = tl.log(total) + (bound - (total - 1)) / total  # what the sum rounded off
+    return tl.where(total == float("inf"), total, log1p).to(OWN).to(DTYPE)
 
 
 @triton.jit
