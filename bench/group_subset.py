@@ -108,8 +108,40 @@ def missed(library, groups: list[Tensor]) -> int:
     )
 
 
+def plot_growth() -> None:
+    """Half of n candidates, by n: bench/results/group_subset.png."""
+    from matplotlib import pyplot
+
+    limit = math.comb(22, 11)
+    floats = range(4, 43, 2)
+    levels = [2**power for power in range(2, 11)]
+    enumerated = range(4, 23, 2)
+    lines = {
+        "TorchRL, its limit raised, random floats": [
+            (n, selection(torchrl_groups, random_floats(n), n // 2, max_combinations=limit))
+            for n in enumerated
+        ],
+        "grpo, random floats": [(n, selection(grpo, random_floats(n), n // 2)) for n in floats],
+        "grpo, 16 levels": [(n, selection(grpo, sixteen_levels(n), n // 2)) for n in levels],
+    }
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for label, calls in lines.items():
+        sizes = [n for n, _ in calls]
+        axes.plot(
+            sizes, [medians_ms({"": call}, 3)[""] for _, call in calls], marker="o", label=label
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("candidates n, of which n / 2 are selected")
+    axes.set_ylabel("ms, every selection proved optimal")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    RESULTS.mkdir(exist_ok=True)
+    figure.savefig(RESULTS / "group_subset.png", dpi=120)
+
+
 def figures(quick: bool = False) -> Iterator[Figure]:
-    """What selection costs, what it finds, and what a trajectory costs."""
+    """What selection costs, what it finds, and what a trajectory costs; then the plot."""
     torch.set_num_threads(1)
     ours_and_theirs = {"ours": grpo, "torchrl": torchrl_groups}
     rounds = 3 if quick else 15
@@ -152,41 +184,10 @@ def figures(quick: bool = False) -> Iterator[Figure]:
     times = {name: time / 32 for name, time in medians_ms(calls, rounds).items()}
     case = "MCAdvantage, a trajectory of one step"
     yield ratio(case, "faster than TorchRL", times, "torchrl", "ours", 1.5)
-
-
-def plot_growth(quick: bool = False) -> None:
-    """Half of n candidates, by n: bench/results/group_subset.png."""
-    from matplotlib import pyplot
-
-    limit = math.comb(22, 11)
-    floats = range(4, 13 if quick else 43, 2)
-    levels = [2**power for power in range(2, 6 if quick else 11)]
-    enumerated = range(4, 11 if quick else 23, 2)
-    lines = {
-        "TorchRL, its limit raised, random floats": [
-            (n, selection(torchrl_groups, random_floats(n), n // 2, max_combinations=limit))
-            for n in enumerated
-        ],
-        "grpo, random floats": [(n, selection(grpo, random_floats(n), n // 2)) for n in floats],
-        "grpo, 16 levels": [(n, selection(grpo, sixteen_levels(n), n // 2)) for n in levels],
-    }
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for label, calls in lines.items():
-        sizes = [n for n, _ in calls]
-        axes.plot(
-            sizes, [medians_ms({"": call}, 3)[""] for _, call in calls], marker="o", label=label
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("candidates n, of which n / 2 are selected")
-    axes.set_ylabel("ms, every selection proved optimal")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    RESULTS.mkdir(exist_ok=True)
-    figure.savefig(RESULTS / "group_subset.png", dpi=120)
+    if not quick:
+        plot_growth()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    show(figures("--quick" in sys.argv))
-    plot_growth("--quick" in sys.argv)
+    show(figures("--quick" in sys.argv), "--quick" in sys.argv)
