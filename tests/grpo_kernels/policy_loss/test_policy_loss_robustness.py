@@ -61,6 +61,13 @@ def test_garbage_beside_a_missing_old_log_prob_changes_nothing(backend, missing)
     )
 
 
+def test_an_fp64_old_log_prob_beyond_fp32_is_not_finite_beside_fp32_log_probs(backend):
+    old = torch.tensor([[1e300, 0.0]], dtype=torch.float64)
+    output = policy_loss(torch.zeros(1, 2), old, torch.ones(1), backend=backend)
+    assert output.loss_objective == -1
+    assert output.ESS == 1
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e38])
 @pytest.mark.parametrize("objective", ["grpo", "cispo"])
 def test_garbage_in_the_advantage_of_a_kl_masked_token_changes_nothing(backend, objective, garbage):
