@@ -24,8 +24,7 @@ def assert_bitwise_equal(actual, expected):
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("semantics", ["torchrl", "corrected"])
-@pytest.mark.parametrize("objective", ["grpo", "cispo"])
+@pytest.mark.parametrize(("objective", "semantics"), [("grpo", "torchrl"), ("cispo", "corrected")])
 def test_garbage_in_masked_slots_changes_nothing(backend, objective, semantics, garbage):
     options = {
         "objective": objective,
@@ -46,7 +45,7 @@ def test_garbage_in_masked_slots_changes_nothing(backend, objective, semantics, 
     )
 
 
-@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("missing", [math.nan, math.inf])
 def test_garbage_beside_a_missing_old_log_prob_changes_nothing(backend, missing):
     batch = make_batch(2, 41, entropy=False)
     there = torch.rand(2, 41) < 0.6
@@ -68,21 +67,25 @@ def test_an_fp64_old_log_prob_beyond_fp32_is_not_finite_beside_fp32_log_probs(ba
     assert output.ESS == 1
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e38])
-@pytest.mark.parametrize("objective", ["grpo", "cispo"])
-def test_garbage_in_the_advantage_of_a_kl_masked_token_changes_nothing(backend, objective, garbage):
+@pytest.mark.parametrize("garbage", [math.nan, 1e38])
+@pytest.mark.parametrize(("objective", "semantics"), [("grpo", "corrected"), ("cispo", "torchrl")])
+def test_garbage_in_the_advantage_of_a_kl_masked_token_changes_nothing(
+    backend, objective, semantics, garbage
+):
     batch = make_batch(2, 41, spread=1.0)
     dropped = 0.5 * (batch["log_probs"] - batch["old_log_probs"]) ** 2 > 0.5
     assert (dropped & batch["mask"]).any()
     filled = {**batch, "advantages": torch.where(dropped, garbage, batch["advantages"])}
-    options = {"objective": objective, "kl_mask_threshold": 0.5, "backend": backend, **FULL}
-    for semantics in ("torchrl", "corrected"):
-        options["semantics"] = semantics
-        expected = evaluate(policy_loss, batch, options)
-        assert expected["loss_objective"].isfinite()
-        actual = evaluate(policy_loss, filled, options)
-        # Only where the clip binds depends on the advantage, and only corrected asks that.
-        assert_bitwise_equal(actual, expected)
+    options = {
+        "objective": objective,
+        "semantics": semantics,
+        "kl_mask_threshold": 0.5,
+        "backend": backend,
+        **FULL,
+    }
+    expected = evaluate(policy_loss, batch, options)
+    assert expected["loss_objective"].isfinite()
+    assert_bitwise_equal(evaluate(policy_loss, filled, options), expected)
 
 
 @pytest.mark.parametrize(
