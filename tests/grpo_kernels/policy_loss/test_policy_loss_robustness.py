@@ -6,6 +6,7 @@ import pytest
 import torch
 from policy_loss_reference import (
     FULL,
+    LOSSES,
     assert_equal_outputs,
     evaluate,
     make_batch,
@@ -86,6 +87,15 @@ def test_garbage_in_the_advantage_of_a_kl_masked_token_changes_nothing(
     expected = evaluate(policy_loss, batch, options)
     assert expected["loss_objective"].isfinite()
     assert_bitwise_equal(evaluate(policy_loss, filled, options), expected)
+
+
+def test_a_nan_upstream_gradient_at_a_masked_token_goes_nowhere(backend):
+    batch = make_batch(2, 20)
+    options = {"aggregation": "none", "semantics": "corrected", "backend": backend, **FULL}
+    upstream = {name: torch.ones(2, 20) for name in LOSSES}
+    expected = evaluate(policy_loss, batch, options, upstream=upstream)
+    upstream = {name: torch.where(batch["mask"], 1.0, math.nan) for name in LOSSES}
+    assert_bitwise_equal(evaluate(policy_loss, batch, options, upstream=upstream), expected)
 
 
 @pytest.mark.parametrize(
