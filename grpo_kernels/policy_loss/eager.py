@@ -190,11 +190,12 @@ def select_tokens(
 ) -> MaskedInputs:
     """Select before anything is computed: whatever a masked slot holds goes no further."""
     dtype = compute_dtype(log_probs)
+    old_log_probs = old_log_probs.to(dtype)
     valid = old_log_probs.isfinite()
     if mask is not None:
         valid = valid & mask
     log_probs = torch.where(valid, log_probs.to(dtype), 0.0)
-    log_ratio = log_probs - torch.where(valid, old_log_probs.to(dtype), 0.0)
+    log_ratio = log_probs - torch.where(valid, old_log_probs, 0.0)
     trained = valid
     if options.kl_mask_threshold is not None:
         divergence = 0.5 * log_ratio.square()

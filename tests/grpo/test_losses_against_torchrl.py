@@ -153,6 +153,22 @@ def test_a_token_id_of_minus_100_at_a_masked_position_has_no_gradient():
     assert gradient.isfinite().all()
 
 
+@pytest.mark.xfail(
+    strict=True, reason="LLMMaskedCategorical.log_prob's cross_entropy turns 0 * NaN into NaN"
+)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_garbage_logits_at_a_masked_position_have_no_gradient(garbage):
+    """Vector 5."""
+    logits = torch.randn(1, 3, 7)
+    logits[0, 1, 2] = garbage
+    mask = torch.tensor([[True, False, True]])
+    _, batch = make_case(1, 3)
+    loss = grpo.GRPOLoss(LogitsActor(logits, mask), entropy_bonus=False)
+    loss(batch).loss_objective.backward()
+    gradient = loss.actor_network.logits.grad
+    assert (gradient[~mask] == 0).all()
+
+
 def test_a_garbage_entropy_at_a_masked_position_reaches_neither_loss_nor_metric():
     case, batch = make_case(2, 5)
     case[1][~case[2]] = math.nan

@@ -12,7 +12,7 @@ NAMES = ("log_probs", "ref_log_probs", "entropy")
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean", "none"])
 @pytest.mark.parametrize("semantics", ["torchrl", "corrected"])
 def test_gradients_are_finite_differences(backend, semantics, aggregation):
-    batch = make_batch(1, 6, dtype=torch.float64)
+    batch = make_batch(1, 5, dtype=torch.float64)
     log_ratio = batch["log_probs"] - batch["old_log_probs"]
     bounds = torch.tensor([0.8, 1.2]).double().log()
     assert ((log_ratio[..., None] - bounds).abs() > 1e-3).all()  # smooth where it is tested
@@ -29,7 +29,7 @@ def test_gradients_are_finite_differences(backend, semantics, aggregation):
         )
         return output[:4]
 
-    torch.autograd.gradcheck(losses, leaves)
+    torch.autograd.gradcheck(losses, leaves, fast_mode=True)
 
 
 def test_cispo_weights_the_log_likelihood_gradient_when_corrected(backend):
