@@ -15,12 +15,12 @@ struct TokenObjective {
   Mask<T> clipped;
 };
 
-// weight * by, and 0 where `by` is 0 though the weight overflowed to infinity.
+// weight * by, and 0 where `by` is 0 though the weight is infinite.
 template <typename T>
 GRPO_INLINE Vec<T> times(Vec<T> weight, Vec<T> by) {
-  const Mask<T> overflow =
-      (by == Vec<T>{}) & (weight == splat(std::numeric_limits<T>::infinity()));
-  return select<T>(overflow, Vec<T>{}, weight * by);
+  const T infinity = std::numeric_limits<T>::infinity();
+  const Mask<T> infinite = (weight == infinity) | (weight == -infinity);
+  return select<T>((by == Vec<T>{}) & infinite, Vec<T>{}, weight * by);
 }
 
 template <typename T>
@@ -61,7 +61,7 @@ struct CispoObjective {
   template <typename T>
   GRPO_INLINE static TokenObjective<T> of(const TokenVecs<T>& t, const PolicyLossOptions<T>& o) {
     const Vec<T> gain = times<T>(clip_ratio(t, o), t.advantages);
-    return {-times<T>(gain, t.log_probs), -gain, out_of_range(t.log_ratio, o)};
+    return {-times<T>(t.log_probs, gain), -gain, out_of_range(t.log_ratio, o)};
   }
 };
 

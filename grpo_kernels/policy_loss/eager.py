@@ -74,8 +74,8 @@ class TokenObjective(NamedTuple):
 
 
 def times(weight: Tensor, by: Tensor) -> Tensor:
-    """weight * by, and 0 where `by` is 0 though the weight overflowed to infinity."""
-    return torch.where((by == 0) & (weight == math.inf), 0.0, weight * by)
+    """weight * by, and 0 where `by` is 0 though the weight is infinite."""
+    return torch.where((by == 0) & weight.isinf(), 0.0, weight * by)
 
 
 def out_of_range(log_ratio: Tensor, bounds: ClipBounds) -> Tensor:
@@ -112,7 +112,7 @@ def cispo(tokens: Tokens, bounds: ClipBounds) -> TokenObjective:
     """-sg(clip(r)) A l: the weight is bounded and no token loses its gradient."""
     gain = times(clip_ratio(tokens, bounds), tokens.advantages)
     clipped = out_of_range(tokens.log_ratio, bounds)
-    return TokenObjective(-times(gain, tokens.log_probs), -gain, clipped)
+    return TokenObjective(-times(tokens.log_probs, gain), -gain, clipped)
 
 
 def token_objective(

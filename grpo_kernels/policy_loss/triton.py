@@ -71,8 +71,8 @@ def _log_bound(bound, SIGN: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _times(weight, by):
-    """weight * by, and 0 where `by` is 0 though the weight overflowed to infinity."""
-    return tl.where((by == 0) & (weight == float("inf")), 0.0, weight * by)
+    """weight * by, and 0 where `by` is 0 though the weight is infinite."""
+    return tl.where((by == 0) & (tl.abs(weight) == float("inf")), 0.0, weight * by)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _cispo(log_probs, log_ratio, ratio, advantages, capped, log_low, log_high):
     """-sg(clip(r)) A l"""
     gain = _times(_clip_ratio(log_ratio, ratio, log_low, log_high), advantages)
     clipped = _out_of_range(log_ratio, log_low, log_high)
-    return -_times(gain, log_probs), -gain, clipped
+    return -_times(log_probs, gain), -gain, clipped
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """What stands in a masked slot changes nothing; what is wrong at a valid token shows."""
 
+import itertools
 import math
 
 import pytest
@@ -166,3 +167,16 @@ def test_the_effective_sample_size_has_no_range(backend, base):
         log_ratio, torch.zeros(2, 1100), torch.ones(2), clip_low=0.5, backend=backend
     ).ESS
     torch.testing.assert_close(ess.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_an_advantage_of_zero_weighs_an_impossible_token_as_zero(backend):
+    log_probs = torch.tensor([[-math.inf, -1.0]], requires_grad=True)
+    old, advantages = torch.tensor([[-2.0, -1.0]]), torch.tensor([[0.0, 1.0]])
+    for objective, semantics in itertools.product(("grpo", "cispo"), ("torchrl", "corrected")):
+        log_probs.grad = None
+        out = policy_loss(
+            log_probs, old, advantages, objective=objective, semantics=semantics, backend=backend
+        )
+        out.loss_objective.backward()
+        assert out.loss_objective.isfinite()
+        assert log_probs.grad.tolist() == [[0.0, -0.5]]
