@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backends import on_device
 from . import eager
 from .options import (
     InputGradients,
@@ -434,7 +435,9 @@ def _merge(
         tl.store(to_inference_ptr, total / mean_over)
 
 
-@triton.jit
+# Not specialised: a batch of one row would make B a constant without methods, and a batch whose
+# size is not always a multiple of 16 would compile the kernel again.
+@triton.jit(do_not_specialize=["B", "segments"])
 def _forward_kernel(
     inputs,
     strides,
@@ -578,7 +581,7 @@ def _kl_gradient(
     return tl.where(kl_mask & (capped == 0), gradient, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def _backward_kernel(
     upstream,
     upstream_strides,
@@ -749,22 +752,23 @@ def forward(
             options.normaliser,
         )
     ]
-    _forward_kernel[(programs,)](
-        inputs,
-        tuple(_strides(tensor) for tensor in inputs),
-        *numbers,
-        tuple(output[:4]),
-        tuple(output[4:]),
-        row_weights,
-        sums,
-        _finished_counter(log_probs.device),
-        rows,
-        columns,
-        segments,
-        AGGREGATION=options.aggregation,
-        MERGE=MERGE,
-        **constants,
-    )
+    with on_device(log_probs):
+        _forward_kernel[(programs,)](
+            inputs,
+            tuple(_strides(tensor) for tensor in inputs),
+            *numbers,
+            tuple(output[:4]),
+            tuple(output[4:]),
+            row_weights,
+            sums,
+            _finished_counter(log_probs.device),
+            rows,
+            columns,
+            segments,
+            AGGREGATION=options.aggregation,
+            MERGE=MERGE,
+            **constants,
+        )
     return output, row_weights
 
 
@@ -807,19 +811,20 @@ def backward(
             options.entropy_coeff,
         )
     ]
-    _backward_kernel[(programs,)](
-        tuple(upstream),
-        tuple(
-            _strides(gradient) if gradient is not None and gradient.ndim == 2 else None
-            for gradient in upstream
-        ),
-        inputs,
-        tuple(_strides(tensor) for tensor in inputs),
-        *numbers,
-        row_weights,
-        tuple(gradients),
-        log_probs.shape[1],
-        segments,
-        **constants,
-    )
+    with on_device(log_probs):
+        _backward_kernel[(programs,)](
+            tuple(upstream),
+            tuple(
+                _strides(gradient) if gradient is not None and gradient.ndim == 2 else None
+                for gradient in upstream
+            ),
+            inputs,
+            tuple(_strides(tensor) for tensor in inputs),
+            *numbers,
+            row_weights,
+            tuple(gradients),
+            log_probs.shape[1],
+            segments,
+            **constants,
+        )
     return gradients
