@@ -6,12 +6,14 @@ python -m bench.token_log_probs [--quick]
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from bench.figures import Figure, at_most, ratio, show
 from bench.timing import medians_ms
-from grpo_kernels.token_log_probs import token_log_probs
+from grpo_kernels import token_log_probs
 
 
 def formula(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,13 +31,13 @@ def forward_backward(function, logits: Tensor, tokens: Tensor) -> None:
     logits.grad = None
 
 
-def case(rows: int, vocab: int, dtype: torch.dtype, rounds: int) -> None:
+def measure(rows: int, vocab: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:
     logits = (torch.randn(rows, vocab) * 3).to(dtype).requires_grad_()
     data = logits.detach()
     tokens = torch.randint(0, vocab, (rows,))
     scores = token_log_probs(logits, tokens)
     total = scores[0].sum() + scores[1].sum()
-    ms = medians_ms(
+    return medians_ms(
         {
             "ours": lambda: forward_backward(token_log_probs, logits, tokens),
             "torch.compile": lambda: forward_backward(compiled_formula, logits, tokens),
@@ -43,27 +45,35 @@ def case(rows: int, vocab: int, dtype: torch.dtype, rounds: int) -> None:
             "forward": lambda: token_log_probs(data, tokens),
             "logits.sum()": lambda: data.sum(),
             "backward": lambda: torch.autograd.grad(total, logits, retain_graph=True),
-            "copy": lambda: torch.empty_like(data).copy_(data),
+            "fresh copy": lambda: torch.empty_like(data).copy_(data),
         },
         rounds,
     )
-    print(f"\n{rows} x {vocab} {dtype}, {torch.get_num_threads()} thread(s), median ms")
-    for name, taken in ms.items():
-        print(f"  {name:14} {taken:8.1f}")
-    print(f"  {ms['torch.compile'] / ms['ours']:.2f}x faster than torch.compile (asked 1.8)")
-    print(f"  {ms['eager'] / ms['ours']:.2f}x faster than eager")
-    print(f"  {ms['logits.sum()'] / ms['forward']:.2f} of the bandwidth of sum (asked 0.35)")
-    print(f"  {ms['backward'] / ms['copy']:.2f}x the time of a fresh copy (asked 1.4)")
 
 
-def main() -> None:
+def figures(quick: bool = False) -> Iterator[Figure]:
+    """Forward and backward; the asked figures are for fp32."""
     torch.set_num_threads(1)
-    quick = "--quick" in sys.argv
-    cases = [(16, 1000)] if quick else [(1024, 32000), (256, 151936), (256, 151937)]
-    for rows, vocab in cases:
+    shapes = [(16, 1000)] if quick else [(1024, 32000), (256, 151936), (256, 151937)]
+    for rows, vocab in shapes:
         for dtype in (torch.float32, torch.bfloat16):
-            case(rows, vocab, dtype, rounds=2 if quick else 7)
+            fp32 = dtype == torch.float32
+            times = measure(rows, vocab, dtype, rounds=2 if quick else 7)
+            case = f"token_log_probs {'fp32' if fp32 else 'bf16'}, {rows} x {vocab}"
+            asked = (1.8, 0.35, 1.4) if fp32 else (None,) * 3
+            yield ratio(case, "faster than torch.compile", times, "torch.compile", "ours", asked[0])
+            yield ratio(
+                case,
+                "forward: bandwidth of logits.sum()",
+                times,
+                "logits.sum()",
+                "forward",
+                asked[1],
+            )
+            copies = times["backward"] / times["fresh copy"]
+            yield at_most(case, "backward, in fresh copies", copies, asked[2], times)
 
 
 if __name__ == "__main__":
-    main()
+    QUICK = "--quick" in sys.argv
+    show(figures(QUICK), QUICK)

@@ -9,6 +9,9 @@ from .losses import (
     GRPOLossOutput,
     LLMLossOutput,
 )
+from .mc_advantage import MCAdvantage
+from .ray_mc_advantage import RayMCAdvantage
+from .selector import MCAdvantageSelector
 
 __all__ = [
     "DAPO",
@@ -18,4 +21,7 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossOutput",
     "LLMLossOutput",
+    "MCAdvantage",
+    "MCAdvantageSelector",
+    "RayMCAdvantage",
 ]

@@ -31,16 +31,19 @@ NVIDIA_TOOLS = Path(os.path.dirname(triton.backends.nvidia.__file__)) / "bin"
 class Configuration:
     """One compiled form of a kernel, as a launcher asks for it.
 
-    `arguments` has a type ("*bf16", "i64", "fp32") for each run-time argument; every other
-    argument of the kernel is a compile-time constant, from `constants` or None. Pointers are
-    taken to be 16-byte aligned, as launchers see to, but for those in `unaligned`.
+    `arguments` has a type ("*bf16", "i64", "fp32") for each run-time argument, or a tuple of such
+    types and of constants; every other argument of the kernel is a compile-time constant, from
+    `constants` or None. Pointers are taken to be 16-byte aligned, as launchers see to, but for
+    those in `unaligned`; a number divisible by 16 is marked so: "i32:16".
     """
 
     name: str
     kernel: JITFunction
-    arguments: dict[str, str]
+    arguments: dict[str, str | tuple]
     constants: dict[str, object] = field(default_factory=dict)
     num_warps: int = 4
+    hip_num_warps: int | None = None  # where it differs: a warp there has 64 lanes
+    options: dict[str, object] = field(default_factory=dict)
     unaligned: tuple[str, ...] = ()
     # Bytes of the widest load and store of global memory that there must be.
     load_bytes: int = 0
@@ -51,20 +54,34 @@ class Configuration:
         names = self.kernel.arg_names
         unknown = (self.arguments.keys() | self.constants.keys()) - set(names)
         assert not unknown, f"{self.name}: the kernel has no arguments {unknown}"
-        return ASTSource(
-            self.kernel,
-            {name: self.arguments.get(name, "constexpr") for name in names},
-            {
-                (index,): self.constants.get(name)
-                for index, name in enumerate(names)
-                if name not in self.arguments
-            },
-            {
-                (index,): [["tt.divisibility", 16]]
-                for index, name in enumerate(names)
-                if self.arguments.get(name, "").startswith("*") and name not in self.unaligned
-            },
+        signature, constants, attributes = {}, {}, {}
+        for index, name in enumerate(names):
+            if name in self.arguments:
+                signature[name] = _signature(
+                    self.arguments[name],
+                    (index,),
+                    constants,
+                    {} if name in self.unaligned else attributes,
+                )
+            else:
+                signature[name] = "constexpr"
+                constants[(index,)] = self.constants.get(name)
+        return ASTSource(self.kernel, signature, constants, attributes)
+
+
+def _signature(argument, path: tuple[int, ...], constants: dict, attributes: dict):
+    """The argument's type; constants and divisibility go where triton keeps them, by path."""
+    if isinstance(argument, tuple):
+        return tuple(
+            _signature(element, (*path, index), constants, attributes)
+            for index, element in enumerate(argument)
         )
+    if not isinstance(argument, str):
+        constants[path] = argument
+        return "constexpr"
+    if argument.startswith("*") or argument.endswith(":16"):
+        attributes[path] = [["tt.divisibility", 16]]
+    return argument.removesuffix(":16")
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -107,7 +124,8 @@ def _amd_facts(asm: dict) -> dict:
 
     return {
         "registers": number("vgpr_count"),
-        "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
+        # Scalar registers spill to lanes of vector registers, not to memory.
+        "spills": number("vgpr_spill_count"),
         "fp64": len(re.findall(r"\bv_\w+_f64", text)),
         "load_bytes": widest("load"),
         "store_bytes": widest("store"),
@@ -116,10 +134,13 @@ def _amd_facts(asm: dict) -> dict:
 
 def facts(configuration: Configuration, target: str) -> dict:
     """Registers, spills, shared memory, fp64 instructions, widest global load and store."""
+    num_warps = configuration.num_warps
+    if target == "gfx942" and configuration.hip_num_warps is not None:
+        num_warps = configuration.hip_num_warps
     compiled = triton.compile(
         configuration.source(),
         target=TARGETS[target],
-        options={"num_warps": configuration.num_warps},
+        options={"num_warps": num_warps, **configuration.options},
     )
     read = _amd_facts if target == "gfx942" else _nvidia_facts
     return {**read(compiled.asm), "shared_bytes": compiled.metadata.shared}

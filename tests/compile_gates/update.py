@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TABLES = Path(__file__).parent / "tables"
-OPERATIONS = ("token_log_probs",)
+OPERATIONS = ("policy_loss", "token_log_probs")
 
 
 def current(operation: str) -> dict:
