@@ -725,8 +725,9 @@ def forward(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     options: PolicyLossOptions,
+    counter: Tensor | None = None,
 ) -> tuple[PolicyLossOutput, Tensor]:
-    """See eager.forward."""
+    """See eager.forward. `counter` is a zero to use instead of the stream's."""
     inputs = (log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
     if log_probs.numel() == 0:
         return eager.forward(*inputs, options)
@@ -768,7 +769,7 @@ def forward(
             tuple(output[4:]),
             row_weights,
             sums,
-            _finished_counter(log_probs.device),
+            _finished_counter(log_probs.device) if counter is None else counter,
             rows,
             columns,
             segments,
@@ -777,6 +778,13 @@ def forward(
             **constants,
         )
     return output, row_weights
+
+
+def forward_of_operator(log_probs: Tensor, *others) -> tuple[PolicyLossOutput, Tensor]:
+    """`forward` that keeps no memory, at the cost of a fill: what a compiled graph allocates while
+    it warms up lies in its CUDA graph's pool, which torch requires to hold outputs only.
+    """
+    return forward(log_probs, *others, counter=log_probs.new_zeros((), dtype=torch.int32))
 
 
 def backward(
