@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -705,10 +706,13 @@ def run_section(name: str, keep: Path, seconds: float, environment: dict[str, st
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # its workers too
+        os.killpg(process.pid, signal.SIGKILL)  # its workers too
         output, _ = process.communicate()
         print(output[-6000:], flush=True)
         return f"FAILED: longer than {seconds:.0f} s"
+    except BaseException:  # interrupted: leave nothing on the GPU
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     print(output[-6000:], flush=True)
     if process.returncode == 0:
         return "ok"
@@ -749,6 +753,7 @@ def main() -> int:
     except ImportError as error:
         print(f"triton does not import: {error}")
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     outcome: dict[str, str] = {}
     suites: dict[str, list[Figure]] = {}
     start = time.monotonic()

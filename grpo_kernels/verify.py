@@ -12,9 +12,11 @@ result's own dtype. Measured worst is about a third of it. A wrong sign, factor 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from . import backends, linear_log_probs, policy_loss, token_log_probs
+from .group_subset import group_subset
 
 ROUNDINGS = 16
 # exp may give 0 for what is smaller: subnormals on GPUs, and what the C++ exp does not scale to.
@@ -658,7 +661,55 @@ def linear_log_probs_cases() -> Iterator[Case]:
     yield case("temperature 0.7, 200 rows", torch.bfloat16, shape=(200,), temperature=0.7)
 
 
+# group_subset
+
+
+def check_group_subset(case: Case, backend: str, device: torch.device) -> Iterator[Check]:
+    """Against all subsets, one by one."""
+    values, k, bounds = (case.arguments[name] for name in ("values", "k", "bounds"))
+    rule = case.arguments.get("rule", "balanced")
+    subsets = [list(subset) for subset in itertools.combinations(range(len(values)), k)]
+    chosen = group_subset(values, k, bounds=bounds, rule=rule, backend=backend)
+    indices = chosen.indices
+
+    def spread(subset: list[int]) -> float:
+        return statistics.pvariance(values[i] for i in subset)
+
+    if rule == "max_variance":
+        got, want = spread(indices), max(map(spread, subsets))
+        got, want = torch.tensor(got).double(), torch.tensor(want).double()
+        yield Check("variance", got, want, 1e-12 * want)
+        return
+    low, high = bounds
+
+    def preference(subset: list[int]) -> tuple:
+        picked = [values[i] for i in subset]
+        return abs(sum(picked) / k - (low + high) / 2), min(picked) - max(picked), subset
+
+    allowed = [s for s in subsets if low < sum(values[i] for i in s) / k < high]
+    best = min(allowed, key=preference, default=[])
+    yield Check("indices", torch.tensor(indices or []), torch.tensor(best), torch.zeros(()))
+
+
+def group_subset_cases() -> Iterator[Case]:
+    """Groups with ties, without an answer, and of every size."""
+
+    def case(name: str, **arguments: Any) -> Case:
+        return Case("group_subset", name, torch.float64, arguments)
+
+    generator = torch.Generator().manual_seed(0)
+    for n, k in ((1, 1), (5, 5), (6, 2), (9, 4), (13, 6)):
+        real = torch.randn(n, generator=generator, dtype=torch.float64).tolist()
+        coarse = torch.randint(0, 3, (n,), generator=generator).double().tolist()
+        for kind, values, bounds in (("real", real, (-0.7, 0.9)), ("0, 1, 2", coarse, (0.3, 1.7))):
+            yield case(f"balanced, {k} of {n}, {kind}", values=values, k=k, bounds=bounds)
+        name = f"max_variance, {k} of {n}"
+        yield case(name, values=real, k=k, bounds=None, rule="max_variance")
+    yield case("balanced, none within the bounds", values=[0.0, 1.0], k=1, bounds=(0.2, 0.8))
+
+
 CHECKS = {
+    "group_subset": check_group_subset,
     "policy_loss": check_policy_loss,
     "token_log_probs": check_token_log_probs,
     "linear_log_probs": check_linear_log_probs,
@@ -666,7 +717,12 @@ CHECKS = {
 
 
 def all_cases() -> list[Case]:
-    return [*policy_loss_cases(), *token_log_probs_cases(), *linear_log_probs_cases()]
+    return [
+        *policy_loss_cases(),
+        *token_log_probs_cases(),
+        *linear_log_probs_cases(),
+        *group_subset_cases(),
+    ]
 
 
 def small_cases() -> list[Case]:
@@ -739,6 +795,7 @@ def verify(chosen: list[tuple[str, str]], jobs: int = 1) -> list[Result]:
         (case, backend, device)
         for backend, device in chosen
         for case in (small_cases() if (backend, device) == ("triton", "cpu") else all_cases())
+        if case.operation != "group_subset" or (backend != "triton" and device == "cpu")
     ]
     if jobs <= 1:
         return [run_case(*item) for item in work]
