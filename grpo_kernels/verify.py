@@ -4,9 +4,9 @@ Each operation, forward and all gradients, against its definition: the plain for
 fp64, differentiated by autograd. They share no code with the backends.
 
 An error is held against a tolerance in units of rounding: ROUNDINGS units of the precision that
-the backend computes in, times the sum of the magnitudes that were added up, plus half a unit of the
-result's own dtype. Measured worst is about a third of it. A wrong sign, factor or mask is off by
-10^4 tolerances and more.
+the backend computes in, times the sum of the magnitudes that were added up, plus the rounding to
+the result's own dtype. Right kernels come to 0.6 of it in fp32 and, by that last rounding, to just
+under 1 in 16 bits; a wrong sign or count is off by 10^4 tolerances and more.
 """
 
 from __future__ import annotations
