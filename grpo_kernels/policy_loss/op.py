@@ -96,7 +96,9 @@ _library.define(
 def _policy_loss(*args) -> tuple[Tensor, ...]:
     inputs, flat_options, backend = args[:_INPUTS], args[_INPUTS:-1], args[-1]
     options = PolicyLossOptions.unflatten(flat_options)
-    output, row_weights = implementation(backend).forward(*inputs, options)
+    module = implementation(backend)
+    forward = getattr(module, "forward_of_operator", module.forward)
+    output, row_weights = forward(*inputs, options)
     absent = row_weights.new_empty(0)
     return *[absent.clone() if term is None else term for term in output], row_weights
 

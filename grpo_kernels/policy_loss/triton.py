@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backends import on_device
 from . import eager
 from .options import (
     InputGradients,
@@ -433,7 +434,9 @@ def _merge(
         tl.store(to_inference_ptr, total / mean_over)
 
 
-@triton.jit
+# Not specialised: a batch of one row would make B a constant without methods, and a batch whose
+# size is not always a multiple of 16 would compile the kernel again.
+@triton.jit(do_not_specialize=["B", "segments"])
 def _forward_kernel(
     inputs,
     strides,
@@ -577,7 +580,7 @@ def _kl_gradient(
     return tl.where(kl_mask & (capped == 0), gradient, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def _backward_kernel(
     upstream,
     upstream_strides,
@@ -722,8 +725,9 @@ def forward(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     options: PolicyLossOptions,
+    counter: Tensor | None = None,
 ) -> tuple[PolicyLossOutput, Tensor]:
-    """See eager.forward."""
+    """See eager.forward. `counter` is a zero to use instead of the stream's."""
     inputs = (log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
     if log_probs.numel() == 0:
         return eager.forward(*inputs, options)
@@ -756,23 +760,31 @@ def forward(
             options.normaliser,
         )
     ]
-    _forward_kernel[(programs,)](
-        inputs,
-        tuple(_strides(tensor) for tensor in inputs),
-        *numbers,
-        tuple(output[:4]),
-        tuple(output[4:]),
-        row_weights,
-        sums,
-        _finished_counter(log_probs.device),
-        rows,
-        columns,
-        segments,
-        AGGREGATION=options.aggregation,
-        MERGE=MERGE,
-        **constants,
-    )
+    with on_device(log_probs):
+        _forward_kernel[(programs,)](
+            inputs,
+            tuple(_strides(tensor) for tensor in inputs),
+            *numbers,
+            tuple(output[:4]),
+            tuple(output[4:]),
+            row_weights,
+            sums,
+            _finished_counter(log_probs.device) if counter is None else counter,
+            rows,
+            columns,
+            segments,
+            AGGREGATION=options.aggregation,
+            MERGE=MERGE,
+            **constants,
+        )
     return output, row_weights
+
+
+def forward_of_operator(log_probs: Tensor, *others) -> tuple[PolicyLossOutput, Tensor]:
+    """`forward` that keeps no memory, at the cost of a fill: what a compiled graph allocates while
+    it warms up lies in its CUDA graph's pool, which torch requires to hold outputs only.
+    """
+    return forward(log_probs, *others, counter=log_probs.new_zeros((), dtype=torch.int32))
 
 
 def backward(
@@ -814,19 +826,20 @@ def backward(
             options.entropy_coeff,
         )
     ]
-    _backward_kernel[(programs,)](
-        tuple(upstream),
-        tuple(
-            _strides(gradient) if gradient is not None and gradient.ndim == 2 else None
-            for gradient in upstream
-        ),
-        inputs,
-        tuple(_strides(tensor) for tensor in inputs),
-        *numbers,
-        row_weights,
-        tuple(gradients),
-        log_probs.shape[1],
-        segments,
-        **constants,
-    )
+    with on_device(log_probs):
+        _backward_kernel[(programs,)](
+            tuple(upstream),
+            tuple(
+                _strides(gradient) if gradient is not None and gradient.ndim == 2 else None
+                for gradient in upstream
+            ),
+            inputs,
+            tuple(_strides(tensor) for tensor in inputs),
+            *numbers,
+            row_weights,
+            tuple(gradients),
+            log_probs.shape[1],
+            segments,
+            **constants,
+        )
     return gradients
