@@ -48,10 +48,24 @@ _ESS_SQUARES = tl.constexpr(11)
 _SUMS = 12
 
 
+if hasattr(tl, "to_tensor"):
+
+    @triton.jit
+    def _as_tensor(value):
+        """The interpreter passes a number as Python's."""
+        return tl.to_tensor(value)
+else:  # before triton 3.7
+
+    @triton.jit
+    def _as_tensor(value):
+        """A compiled kernel's number is a tensor already."""
+        return value
+
+
 @triton.jit
 def _number(value, DTYPE: tl.constexpr):
     """A hyper-parameter, given as a number or as a pointer to one."""
-    value = tl.to_tensor(value)
+    value = _as_tensor(value)
     if value.dtype.is_ptr():
         value = tl.load(value)
     return value.to(DTYPE)
@@ -60,7 +74,7 @@ def _number(value, DTYPE: tl.constexpr):
 @triton.jit
 def _log_bound(bound, SIGN: tl.constexpr, DTYPE: tl.constexpr):
     """log(1 + SIGN * bound); a tensor's in its own precision, as a scheduled buffer is compared."""
-    bound = tl.to_tensor(bound)
+    bound = _as_tensor(bound)
     if bound.dtype.is_ptr():
         bound = tl.load(bound)
     OWN: tl.constexpr = bound.dtype
@@ -227,9 +241,13 @@ def _objective_of_block(
     advantages = tl.where(trained, advantages, 0.0)
     log_ratio, capped = _cap(tl.where(trained, log_ratio, 0.0), log_ratio_cap, DTYPE)
     log_probs = tl.where(trained, log_probs, 0.0)
-    return _token_objective(
+    value, coefficient, clipped = _token_objective(
         log_probs, log_ratio, tl.exp(log_ratio), advantages, capped, log_low, log_high, OBJECTIVE
     )
+    # A bound that is no number clips nothing: it must show.
+    unbounded = (log_low != log_low) | (log_high != log_high)
+    poison = tl.where(unbounded, float("nan"), 0.0)
+    return value + poison, coefficient + poison, clipped
 
 
 @triton.jit
@@ -342,7 +360,7 @@ def _row_weights(
 def _merge(
     losses,
     metrics,
-    row_weights_ptr,
+    saved_ptr,
     sums_ptr,
     B,
     T,
@@ -386,8 +404,8 @@ def _merge(
             kl_weight = _row_weights(
                 sums_ptr, _VALID, programs, rows, segments, inside, by_valid, AGGREGATION, DTYPE
             )
-        tl.store(row_weights_ptr + 2 * rows, weight, mask=inside)
-        tl.store(row_weights_ptr + 2 * rows + 1, kl_weight, mask=inside)
+        tl.store(saved_ptr + 2 * rows, weight, mask=inside)
+        tl.store(saved_ptr + 2 * rows + 1, kl_weight, mask=inside)
         if AGGREGATION != "none":
             row_sum = _row_total(sums_ptr, _OBJECTIVE, programs, rows, segments, inside, DTYPE)
             objective += weight * row_sum
@@ -450,7 +468,7 @@ def _forward_kernel(
     normaliser,
     losses,
     metrics,
-    row_weights_ptr,
+    saved_ptr,
     sums_ptr,
     finished_ptr,
     B,
@@ -469,6 +487,9 @@ def _forward_kernel(
     columns = (program % segments) * BLOCK + tl.arange(0, BLOCK)
     log_low = _log_bound(clip_low, -1, DTYPE)
     log_high = _log_bound(clip_high, 1, DTYPE)
+    if program == 0:  # the backward's, whatever becomes of a scheduled bound until then
+        tl.store(saved_ptr + 2 * B, log_low)
+        tl.store(saved_ptr + 2 * B + 1, log_high)
     asked, valid, trained, log_probs, old_log_probs, log_ratio = _select_tokens(
         inputs, strides, row, columns, T, kl_mask_threshold, TORCHRL, DTYPE
     )
@@ -490,6 +511,7 @@ def _forward_kernel(
     value = tl.where(trained, value, 0.0)
     if TORCHRL:  # a NaN ratio counts as outside
         outside = _out_of_range(log_ratio, log_low, log_high) | (log_ratio != log_ratio)
+        outside = outside & valid
     else:
         outside = clipped & trained
     per_token = row * T + columns
@@ -542,7 +564,7 @@ def _forward_kernel(
         _merge(
             losses,
             metrics,
-            row_weights_ptr,
+            saved_ptr,
             sums_ptr,
             B,
             T,
@@ -580,21 +602,20 @@ def _kl_gradient(
     return tl.where(kl_mask & (capped == 0), gradient, 0.0)
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=["B", "segments"])
 def _backward_kernel(
     upstream,
     upstream_strides,
     inputs,
     strides,
-    clip_low,
-    clip_high,
     kl_mask_threshold,
     log_ratio_cap,
     kl_to_ref_coeff,
     kl_to_inference_coeff,
     entropy_coeff,
-    row_weights_ptr,
+    saved_ptr,
     gradients,
+    B,
     T,
     segments,
     OBJECTIVE: tl.constexpr,
@@ -611,13 +632,13 @@ def _backward_kernel(
     _, valid, trained, log_probs, old_log_probs, log_ratio = _select_tokens(
         inputs, strides, row, columns, T, kl_mask_threshold, TORCHRL, DTYPE
     )
-    weight = tl.load(row_weights_ptr + 2 * row)
-    kl_weight = tl.load(row_weights_ptr + 2 * row + 1)
+    weight = tl.load(saved_ptr + 2 * row)
+    kl_weight = tl.load(saved_ptr + 2 * row + 1)
     kl_mask = trained if TORCHRL else valid
     by_log_probs = tl.zeros([BLOCK], DTYPE)
     if upstream[0] is not None:
-        log_low = _log_bound(clip_low, -1, DTYPE)
-        log_high = _log_bound(clip_high, 1, DTYPE)
+        log_low = tl.load(saved_ptr + 2 * B)
+        log_high = tl.load(saved_ptr + 2 * B + 1)
         _, coefficient, _ = _objective_of_block(
             inputs,
             strides,
@@ -745,10 +766,10 @@ def forward(
             )
         ]
     )
-    row_weights = log_probs.new_empty((rows, 2), dtype=dtype)
+    saved = log_probs.new_empty((rows + 1, 2), dtype=dtype)
     sums = log_probs.new_empty((_SUMS, programs), dtype=dtype)
     numbers = [
-        _hyper_parameter(value, row_weights)
+        _hyper_parameter(value, saved)
         for value in (
             options.clip_low,
             options.clip_high,
@@ -767,7 +788,7 @@ def forward(
             *numbers,
             tuple(output[:4]),
             tuple(output[4:]),
-            row_weights,
+            saved,
             sums,
             _finished_counter(log_probs.device) if counter is None else counter,
             rows,
@@ -777,7 +798,7 @@ def forward(
             MERGE=MERGE,
             **constants,
         )
-    return output, row_weights
+    return output, saved
 
 
 def forward_of_operator(log_probs: Tensor, *others) -> tuple[PolicyLossOutput, Tensor]:
@@ -796,13 +817,13 @@ def backward(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     options: PolicyLossOptions,
-    row_weights: Tensor,
+    saved: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> InputGradients:
     """See eager.backward."""
     inputs = (log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
     if log_probs.numel() == 0:
-        return eager.backward(upstream, *inputs, options, row_weights, wanted)
+        return eager.backward(upstream, *inputs, options, saved, wanted)
 
     def gradient_of(tensor: Tensor, wanted: bool) -> Tensor | None:
         return tensor.new_empty(tensor.shape) if wanted else None
@@ -815,10 +836,8 @@ def backward(
     )
     programs, segments, constants = _launch(log_probs, options)
     numbers = [
-        _hyper_parameter(value, row_weights)
+        _hyper_parameter(value, saved)
         for value in (
-            options.clip_low,
-            options.clip_high,
             options.kl_mask_threshold,
             options.log_ratio_cap,
             options.kl_to_ref_coeff,
@@ -836,9 +855,9 @@ def backward(
             inputs,
             tuple(_strides(tensor) for tensor in inputs),
             *numbers,
-            row_weights,
+            saved,
             tuple(gradients),
-            log_probs.shape[1],
+            *log_probs.shape,
             segments,
             **constants,
         )
