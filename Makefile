@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/installed
 
-.PHONY: install demo test test-slow test-all bench sanitize lint wheel clean
+.PHONY: install demo test test-slow test-all verify bench sanitize lint wheel clean
 
 install: $(INSTALLED)
 
@@ -21,12 +21,15 @@ demo: $(INSTALLED)
 	$(BIN)/python -m grpo.demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
 
 test-all: test test-slow
+
+verify: $(INSTALLED)
+	$(BIN)/python -m grpo_kernels.verify
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench

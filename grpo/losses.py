@@ -737,7 +737,8 @@ class CISPOLoss(GRPOLoss):
     """Clipped importance sampling policy optimisation (MiniMax-M1, arXiv:2506.13585).
 
     -sg(clip(r)) A log_prob per token under corrected semantics; -clip(r) A under torchrl semantics,
-    as there: a clipped token then has no gradient.
+    as there: a clipped token then has no gradient. The paper sets no lower bound: let the lower
+    clip_epsilon come close to 1.
     """
 
     output_type: type[LLMLossOutput] = CISPOLossOutput

@@ -108,7 +108,10 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def use_backend(backend: Backend) -> Iterator[None]:
-    """Make `backend` the meaning of "auto" inside the `with` block, in this thread or task."""
+    """Make `backend` the meaning of "auto" inside the `with` block, in this thread or task.
+
+    torch.compile keeps the choice that was in force when it traced.
+    """
     check_backend_name(backend)
     token = _preferred.set(backend)
     try:

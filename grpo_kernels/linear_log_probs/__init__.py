@@ -51,7 +51,7 @@ def linear_log_probs(
         entropy: whether to compute the entropy.
         logit_softcap: c for logits = c tanh(logits / c), before the temperature.
         workspace_mib: most MiB for a chunk's logits (at least one row; at most about a fifth of
-            all logits is used). 16-bit weights' gradients are summed in fp32 beside it.
+            all logits is used). The gradient of 16-bit hidden states is summed in fp32 beside it.
         backend: see grpo_kernels.backends.
 
     Returns:

@@ -55,9 +55,10 @@ def policy_loss(
 
     A KL penalty to a policy p is k3 = exp(x) - 1 - x with x = log p - log_probs, in nats.
 
-    Everything is computed in fp32 (fp64 for fp64 log-probs). A masked token, and one whose old
-    log-prob is not finite, touches no value, metric or gradient, whatever it holds; NaN at a valid
-    token shows in the loss. No call synchronises with the device.
+    Everything is computed in fp32 (fp64 for fp64 log-probs). A token counts as valid where the mask
+    is true and its old log-prob is finite. What an invalid one holds touches no value, metric or
+    gradient, but for the entropy metric under torchrl semantics, which follows the mask alone. NaN
+    at a valid token shows in the loss. No call synchronises with the device.
 
     Args:
         log_probs: [B, T] log-probs of the sampled tokens under the policy, in nats; fp32, fp64,
@@ -71,9 +72,11 @@ def policy_loss(
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; numbers, or
             tensors with one element (scheduled bounds: read on the device). 0 <= clip_low < 1.
         kl_mask_threshold: drop tokens with d^2 / 2 above it (d as above: against the sampling
-            policy) from the objective, the entropy term and the ESS.
-        aggregation: `"token_mean"`: mean over the batch's valid tokens; `"prompt_mean"`: mean per
-            row, then over rows; `"none"`: per token, [B, T].
+            policy) from the objective, the entropy term and the ESS; under torchrl semantics from
+            the KL penalties too.
+        aggregation: `"token_mean"`: mean over the batch's valid tokens, less those that
+            kl_mask_threshold drops; `"prompt_mean"`: mean per row, then over rows; `"none"`: per
+            token, [B, T].
         kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff: with a number the output has
             loss_kl_to_ref = coeff * KL to ref_log_probs, loss_kl_to_inference = coeff * KL to
             old_log_probs, loss_entropy = -coeff * entropy; with None it has not.
@@ -82,10 +85,11 @@ def policy_loss(
             (the README has the table).
         log_ratio_cap: hold d, in the objective and the penalties, within +-cap; a held token has
             no gradient by d.
-        normaliser: divide by this instead of the batch's number of valid tokens (token_mean) or of
-            sequences (prompt_mean), so that micro-batches and ranks add up to the whole batch's
-            mean; a number or a tensor with one element. Under torchrl semantics the KL penalties,
-            which are means over positions, do not follow it.
+        normaliser: divide by this instead of the batch's number of tokens (token_mean) or of
+            sequences (prompt_mean), so that micro-batches and ranks add up to one mean over the
+            optimiser step; a number or a tensor with one element. What a KL-mask drops is not known
+            before the forward, so a count of valid tokens gives a mean over these. Under torchrl
+            semantics the KL penalties, which are means over positions, do not follow it.
         backend: see `grpo_kernels.backends`.
 
     Returns:

@@ -94,8 +94,8 @@ def token_log_probs(
 
     Returns:
         log_probs [...] and entropy [...] (None if not asked), in nats, fp32 (fp64 for fp64
-        logits). Both are differentiable once with respect to logits. NaN or +inf in a row that
-        the mask keeps gives NaN; -inf is a token of probability 0.
+        logits). Both are differentiable once with respect to logits. In a row that the mask keeps
+        NaN gives NaN, and so does +inf without a softcap; -inf is a token of probability 0.
 
     Raises:
         RuntimeError: a token out of range, on a CPU. A GPU gives NaN, so as not to wait for it.

@@ -1,6 +1,7 @@
 """TransformersWrapper batches scored directly: TorchRL's numbers without its logits copies."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -306,6 +307,92 @@ def test_wrapper_that_overrides_its_distributions_is_asked_for_them():
         for library in (torchrl_losses, grpo)
     )
     assert_same(ours, theirs)
+
+
+def test_wrapper_subclass_that_changes_logits_anywhere_is_asked_for_its_distribution():
+    class Cooled(TransformersWrapper):
+        def _from_transformers_logprobs_tokens(self, *args, **kwargs):
+            out = super()._from_transformers_logprobs_tokens(*args, **kwargs)
+            for row in out.unbind(0):
+                row.set("logits", row.get("logits") / 4)
+            return out
+
+    model = tiny_llama(VOCAB, hidden=32, layers=1)
+    actor = Cooled(model, tokenizer=tiny_tokenizer(VOCAB), input_mode="tokens", generate=False)
+    batch = make_batch(True)
+    theirs, ours = (
+        outputs_and_gradients(library.GRPOLoss(actor), model, batch.copy())
+        for library in (torchrl_losses, grpo)
+    )
+    assert_same(ours, theirs)
+
+
+def test_method_replaced_on_the_actor_itself_is_used():
+    model = tiny_llama(VOCAB, hidden=32, layers=1)
+    actor = wrap(model)
+    original = actor._get_sft_dist
+
+    def halved(tensordict, **kwargs):
+        dist = original(tensordict, **kwargs)
+        return LLMMaskedCategorical(dist.logits / 2, dist.mask)
+
+    actor._get_sft_dist = halved
+    batch = make_batch(True)
+    theirs, ours = (
+        outputs_and_gradients(library.GRPOLoss(actor), model, batch.copy())
+        for library in (torchrl_losses, grpo)
+    )
+    assert_same(ours, theirs)
+
+
+def test_logits_a_tenth_off_raise_at_construction_in_bf16():
+    model = tiny_llama(VOCAB, hidden=32, layers=1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    model.bfloat16()
+    model.register_forward_hook(lambda _, __, out: out.__setitem__("logits", out.logits * 1.1))
+    with pytest.raises(ValueError, match="are not its output layer's"):
+        grpo.GRPOLoss(wrap(model), fused_lm_head=True)
+
+
+def test_fused_loss_leaves_other_threads_their_logits():
+    model = tiny_llama(VOCAB, hidden=32, layers=1)
+    loss = grpo.GRPOLoss(wrap(model), fused_lm_head=True)
+    batch = make_batch(False)
+    expected = loss(batch).loss_objective.detach()
+    tokens = torch.arange(6).unsqueeze(0)
+    shapes, stop = set(), threading.Event()
+
+    def generate():
+        while not stop.is_set():
+            shapes.add(tuple(model(tokens).logits.shape))
+
+    other = threading.Thread(target=generate)
+    other.start()
+    try:
+        for _ in range(20):
+            torch.testing.assert_close(loss(batch).loss_objective.detach(), expected)
+    finally:
+        stop.set()
+        other.join()
+    assert shapes == {(1, 6, VOCAB)}
+
+
+def test_fused_loss_follows_a_replaced_output_layer():
+    model = tiny_llama(VOCAB, hidden=32, layers=1)
+    loss = grpo.GRPOLoss(wrap(model), fused_lm_head=True)
+    model.set_output_embeddings(nn.Linear(32, VOCAB, bias=False))
+    plain = grpo.GRPOLoss(wrap(model))
+    batch = make_batch(True)
+    torch.testing.assert_close(loss(batch).loss_objective, plain(batch).loss_objective)
+
+
+def test_probing_the_head_disturbs_neither_mode_nor_random_numbers():
+    model = tiny_llama(VOCAB, hidden=32, layers=1).train()
+    before = torch.random.get_rng_state()
+    grpo.GRPOLoss(wrap(model), fused_lm_head=True)
+    assert model.training
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_history_input_is_scored_as_torchrl_scores_it():

@@ -306,3 +306,58 @@ def test_a_compiled_loss_equals_an_eager_one():
     eager, other = (grpo.GRPOLoss(GivenActor(*case), **options) for _ in range(2))
     compiled = torch.compile(other, backend="aot_eager")
     compare(compiled, eager, batch)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("aggregation", "token_meen"),
+        ("reduction", "nonee"),
+        ("actor_path", "foo"),
+        ("masking_strategy", "stf"),
+        ("semantics", "right"),
+        ("clip_epsilon_low", 1.5),
+        ("clip_epsilon_low", -0.1),
+        ("clip_epsilon_high", math.nan),
+    ],
+)
+def test_what_is_not_accepted_at_construction_is_not_accepted_later(attribute, value):
+    loss = grpo.GRPOLoss()
+    before = copy.copy(getattr(loss, attribute))
+    with pytest.raises(ValueError, match="must be"):
+        setattr(loss, attribute, value)
+    assert getattr(loss, attribute) == before
+
+
+@LOSSES
+def test_a_clip_scheduled_before_the_backward_does_not_change_the_gradient(name):
+    gradients = []
+    for library_loss in losses_of(name):
+        case, batch = make_case(2, 5)
+        actor = GivenActor(*case)
+        loss = library_loss(actor, entropy_bonus=False)
+        output = loss(batch)
+        loss.clip_epsilon_low = loss.clip_epsilon_high = 1e-4
+        output.loss_objective.backward()
+        gradients.append(next(p.grad for p in actor.parameters() if p.grad is not None))
+    torch.testing.assert_close(*gradients)
+
+
+@LOSSES
+def test_whole_number_advantages_are_taken_as_torchrl_takes_them(name):
+    ours, theirs = losses_of(name)
+    case, batch = make_case(2, 5)
+    batch["advantage"] = (3 * batch["advantage"]).long()
+    got, expected = (cls(GivenActor(*case))(batch.clone()) for cls in (ours, theirs))
+    torch.testing.assert_close(got.loss_objective, expected.loss_objective, check_dtype=False)
+
+
+def test_an_actor_that_writes_leaves_the_batch_as_it_was():
+    class Writer(GivenActor):
+        def get_dist(self, tensordict, **kwargs):
+            tensordict["scratch"] = torch.zeros(tensordict.shape)
+            return super().get_dist(tensordict, **kwargs)
+
+    case, batch = make_case(2, 5)
+    grpo.GRPOLoss(Writer(*case))(batch)
+    assert "scratch" not in batch

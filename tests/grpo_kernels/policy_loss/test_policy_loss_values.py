@@ -16,8 +16,8 @@ from policy_loss_reference import (
 )
 
 from grpo_kernels import policy_loss
+from grpo_kernels.policy_loss.options import OBJECTIVES
 
-OBJECTIVES = ("grpo", "cispo")
 SEMANTICS = ("torchrl", "corrected")
 AGGREGATIONS = ("token_mean", "prompt_mean", "none")
 
