@@ -10,6 +10,7 @@ from torch import Tensor
 from ..backends import Backend, resolve_backend
 from .op import policy_loss_function
 from .options import (
+    FLOATING,
     Aggregation,
     Objective,
     PolicyLossOptions,
@@ -19,8 +20,6 @@ from .options import (
 )
 
 __all__ = ["PolicyLossOutput", "policy_loss"]
-
-_FLOATING = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 def policy_loss(
@@ -152,7 +151,7 @@ def policy_loss_with(
     if (
         len(shape) != 2
         or any(
-            tensor.shape != shape or tensor.device != device or tensor.dtype not in _FLOATING
+            tensor.shape != shape or tensor.device != device or tensor.dtype not in FLOATING
             for tensor in floating
         )
         or old_log_probs.requires_grad
@@ -211,7 +210,7 @@ def _raise_for_inputs(
             raise ValueError(f"{name} must be on log_probs' device, {device}, got {tensor.device}")
         if name == "mask" and tensor.dtype != torch.bool:
             raise TypeError(f"mask must be bool, got {tensor.dtype}; pass mask.bool()")
-        if name != "mask" and tensor.dtype not in _FLOATING:
+        if name != "mask" and tensor.dtype not in FLOATING:
             raise TypeError(f"{name} must be fp32, fp64, bf16 or fp16, got {tensor.dtype}")
     name = "old_log_probs" if old_log_probs.requires_grad else "advantages"
     raise RuntimeError(

@@ -135,18 +135,18 @@ def check_choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {accepted}, got {value!r}")
 
 
-_NUMBERS = frozenset(
-    (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
-)
+FLOATING = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+COUNTS = FLOATING | {torch.int64, torch.int32}
 
 
-def _check_tensor(name: str, tensor: Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor, dtypes: frozenset[torch.dtype]) -> None:
     """Raise ValueError unless the tensor can stand for a number. Its value is not read: that would
     synchronise."""
-    if tensor.numel() != 1 or tensor.dtype not in _NUMBERS or tensor.requires_grad:
+    if tensor.numel() != 1 or tensor.dtype not in dtypes or tensor.requires_grad:
+        accepted = "floating point" if dtypes is FLOATING else "floating point, int64 or int32"
         raise ValueError(
-            f"{name} must be a number, or a tensor with one element of a floating dtype, int64 or "
-            f"int32 that does not require grad, got shape {tuple(tensor.shape)}, {tensor.dtype}"
+            f"{name} must be a number, or a {accepted} tensor with one element that does not "
+            f"require grad, got shape {tuple(tensor.shape)}, {tensor.dtype}"
             f"{', requires grad' if tensor.requires_grad else ''}"
         )
 
@@ -159,7 +159,7 @@ def check_clip(clip_low: float | Tensor, clip_high: float | Tensor) -> None:
     """Raise ValueError for bounds that are NaN, negative, or that let the ratio reach 0."""
     for name, bound in (("clip_low", clip_low), ("clip_high", clip_high)):
         if isinstance(bound, Tensor):
-            _check_tensor(name, bound)
+            _check_tensor(name, bound, FLOATING)
         elif bound is None or isinstance(bound, str) or not bound >= 0:
             raise ValueError(f"{name} must be a number >= 0, got {bound!r}")
     if not isinstance(clip_low, Tensor) and not clip_low < 1:
@@ -182,7 +182,7 @@ def check_options(options: PolicyLossOptions) -> None:
             raise ValueError(f"{name} must be a finite number or None, got {value!r}")
     normaliser = options.normaliser
     if isinstance(normaliser, Tensor):
-        _check_tensor("normaliser", normaliser)
+        _check_tensor("normaliser", normaliser, COUNTS)
     elif normaliser is not None and not 0 < normaliser < math.inf:
         raise ValueError(f"normaliser must be a finite number > 0, got {normaliser!r}")
 

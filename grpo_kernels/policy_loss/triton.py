@@ -28,8 +28,8 @@ from .options import (
 )
 
 SMALL_BLOCK, BLOCK = 128, 1024  # tokens a program: of BLOCK 8 a thread, 16 bytes of bf16
-# ptxas would spill for the sake of occupancy; but for fp64 no form needs more.
-MAX_REGISTERS = 128
+# Without a cap ptxas spills for the sake of occupancy. fp64 takes what there is.
+MAX_REGISTERS = {tl.float32: 128, tl.float64: 255}
 MERGE = 128  # programs whose sums are merged at a time: one a thread of the larger block
 
 # Rows of the [sums, programs] buffer.
@@ -733,8 +733,8 @@ def _launch(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int, int, di
         "BLOCK": block,
         "num_warps": num_warps(block, hip=torch.version.hip is not None),
     }
-    if torch.version.cuda is not None and log_probs.dtype != torch.float64:
-        constants["maxnreg"] = MAX_REGISTERS
+    if torch.version.cuda is not None:
+        constants["maxnreg"] = MAX_REGISTERS[constants["DTYPE"]]
     return rows * segments, segments, constants
 
 

@@ -10,6 +10,10 @@ ROW_MAJOR = ("i64:16", 1)
 PER_ROW = ("i64", "i64")  # advantages [B, 1], broadcast
 
 
+def _compute_type(dtype: str) -> tl.dtype:
+    return tl.float64 if dtype == "fp64" else tl.float32
+
+
 def _form(dtype: str, everything: bool, objective: str, semantics: str, block: int):
     """Arguments and constants that the two kernels share."""
     accumulator = "*fp64" if dtype == "fp64" else "*fp32"
@@ -20,9 +24,8 @@ def _form(dtype: str, everything: bool, objective: str, semantics: str, block: i
     arguments = {
         "inputs": (pointer, pointer, accumulator, "*i1", extra, extra),
         "strides": (ROW_MAJOR, ROW_MAJOR, PER_ROW, ROW_MAJOR, extra_strides, extra_strides),
-        "clip_low": "*fp32",  # scheduled bounds
-        "clip_high": "*fp32",
-        "row_weights_ptr": accumulator,
+        "saved_ptr": accumulator,
+        "B": "i32",
         "T": "i32:16",
         "segments": "i32",
     }
@@ -34,7 +37,7 @@ def _form(dtype: str, everything: bool, objective: str, semantics: str, block: i
     constants = {
         "OBJECTIVE": objective,
         "TORCHRL": semantics == "torchrl",
-        "DTYPE": tl.float64 if dtype == "fp64" else tl.float32,
+        "DTYPE": _compute_type(dtype),
         "BLOCK": block,
     }
     return arguments, constants, accumulator
@@ -45,7 +48,7 @@ def _launch(dtype: str, block: int) -> dict:
     return {
         "num_warps": kernels.num_warps(block, hip=False),
         "hip_num_warps": kernels.num_warps(block, hip=True),
-        "options": {} if dtype == "fp64" else {"maxnreg": kernels.MAX_REGISTERS},
+        "options": {"maxnreg": kernels.MAX_REGISTERS[_compute_type(dtype)]},
         "load_bytes": 16 if block == kernels.BLOCK else 8,
     }
 
@@ -69,7 +72,8 @@ def _forward(
         "metrics": (*(accumulator,) * 3, *others),
         "sums_ptr": accumulator,
         "finished_ptr": "*i32",
-        "B": "i32",
+        "clip_low": "*fp32",  # scheduled bounds
+        "clip_high": "*fp32",
     }
     constants |= {"AGGREGATION": aggregation, "MERGE": kernels.MERGE}
     terms = "everything" if everything else "plain"

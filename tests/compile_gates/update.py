@@ -1,4 +1,4 @@
-"""Rewrites tables/*.json: python -m tests.compile_gates.update [--print operation]."""
+"""Rewrites tables/*.json: python -m tests.compile_gates.update [operation] [--print operation]."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
         json.dump(current(sys.argv[sys.argv.index("--print") + 1]), sys.stdout)
         return
     TABLES.mkdir(exist_ok=True)
-    for operation in OPERATIONS:
+    for operation in sys.argv[1:] or OPERATIONS:
         text = json.dumps(current(operation), indent=1)
         (TABLES / f"{operation}.json").write_text(text + "\n")
 
