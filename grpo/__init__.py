@@ -9,6 +9,7 @@ from .losses import (
     GRPOLossOutput,
     LLMLossOutput,
 )
+from .trainer import GRPOTrainer
 
 __all__ = [
     "DAPO",
@@ -17,5 +18,6 @@ __all__ = [
     "DAPOLossOutput",
     "GRPOLoss",
     "GRPOLossOutput",
+    "GRPOTrainer",
     "LLMLossOutput",
 ]
