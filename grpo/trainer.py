@@ -752,6 +752,8 @@ class GRPOTrainer(Trainer):
         due = self.collected_frames - self._last_save > self.save_trainer_interval
         if self._has_checkpoint_destination() and (due or force_save):
             self._last_save = self._saved_at = self.collected_frames
+            if self.save_trainer_file is not None:
+                Path(self.save_trainer_file).parent.mkdir(parents=True, exist_ok=True)
             self._save_trainer()
 
     def _save_what_is_left(self) -> None:
