@@ -32,7 +32,7 @@ def gradients(batch_size: int, accumulate: int, loss_options: dict, cls=GRPOLoss
     trainer = make_trainer(
         loss=loss,
         optimizer=recorder,
-        lengths=[5, 15],
+        lengths=[2, 3, 7, 8],
         replay_buffer=make_buffer(batch_size, shuffle=False),
         gradient_accumulation_steps=accumulate,
         clip_norm=None,
@@ -64,17 +64,17 @@ def test_experimental_warning_and_missing_optimizer():
 )
 def test_micro_batches_give_the_gradient_of_the_whole_batch(cls, semantics, aggregation, more):
     options = {"semantics": semantics, "aggregation": aggregation, **more}
-    (whole,) = gradients(2, 1, options, cls)
-    (cut,) = gradients(1, 2, options, cls)
+    (whole,) = gradients(4, 1, options, cls)
+    (cut,) = gradients(2, 2, options, cls)
     assert whole.norm() > 1e-3
     torch.testing.assert_close(cut, whole, rtol=1e-8, atol=1e-12)
 
 
 def test_a_naive_mean_over_micro_batches_is_far_off():
-    """The fault that the normaliser mends: rows of 5 and 15 tokens would weigh the same."""
+    """The fault that the normaliser mends: 5 and 15 tokens would weigh the same."""
     options = {"entropy_bonus": False}
-    (whole,) = gradients(2, 1, options)
-    parts = gradients(1, 1, options)
+    (whole,) = gradients(4, 1, options)
+    parts = gradients(2, 1, options)
     assert (sum(parts) / 2 - whole).norm() / whole.norm() > 0.1
 
 
