@@ -25,6 +25,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import logger as torchrl_logger
+from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm import RayLLMCollector
@@ -100,12 +101,14 @@ class WindowStepper(MixedPrecisionOptimizationStepper):
         ):
             last = index == len(micro_batches) - 1
             with trainer._gradient_sync(last):
-                with torch.amp.autocast(
+                autocast = torch.amp.autocast(
                     self.device_type, enabled=self.mixed_precision, dtype=self.autocast_dtype
-                ):
+                )
+                with timeit("loss forward"), autocast:
                     output = trainer.compute_loss(batch, normaliser=scale.normaliser)
                     loss, terms = self._scaled_loss(output, scale, len(micro_batches))
-                self.scaler.scale(loss).backward()
+                with timeit("backward"):
+                    self.scaler.scale(loss).backward()
             finite = finite & loss.detach().isfinite().all()
             for name, term in terms.items():
                 means.add(name, term)
@@ -113,7 +116,8 @@ class WindowStepper(MixedPrecisionOptimizationStepper):
             for name, metric in output.items():
                 if name not in terms and metric is not None:
                     means.add(name, metric, weight)
-        grad_norm = self._finish(finite, trainer.process_group)
+        with timeit("optimizer"):
+            grad_norm = self._finish(finite, trainer.process_group)
         if grad_norm is None:
             return WeightedMeans()
         means.add("grad_norm", torch.as_tensor(grad_norm))
@@ -456,7 +460,7 @@ class GRPOTrainer(Trainer):
             )
         else:
             update = UpdateWeights(trainer=self, sender=sender)
-        update.register(self)
+        update.register(self)  # times itself as "hook/update_weights"
 
     def _wire_reward_log(self) -> None:
         log = RewardLog(REWARD_KEY, self)
