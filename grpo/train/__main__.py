@@ -135,7 +135,7 @@ def train(
     ] = None,
     max_new_tokens: Annotated[
         int, Option(min=1, help="Longest response.", rich_help_panel=SAMPLING)
-    ] = 8,
+    ] = 12,
     rollout: Annotated[
         RolloutName, Option(help="What samples the responses.", rich_help_panel=SAMPLING)
     ] = RolloutName.transformers,

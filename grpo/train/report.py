@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from torchrl._utils import timeit
 from torchrl.record.loggers import Logger
 
@@ -64,17 +67,21 @@ class Report:
         self._finished_before = 0.0  # seconds of the run that this one resumes
         self.quiet = quiet
         self.console = Console(stderr=True, quiet=quiet)
-        columns = [f"{label} {{task.fields[{name}]}}" for label, name, _ in SHOWN]
-        self.progress = Progress(
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=16),
-            *map(TextColumn, columns),
+        progress = Progress(
+            BarColumn(),
+            TextColumn("{task.completed:.0f} of {task.total:.0f} iterations, left:"),
             TimeRemainingColumn(),
             console=self.console,
         )
-        self.bar = self.progress.add_task(
-            "GRPO", total=iterations, **{name: "-" for _, name, _ in SHOWN}
-        )
+        self.bar = progress.add_task("GRPO", total=iterations)
+        self.progress = progress
+        self.shown = Text()
+
+    def live(self) -> contextlib.AbstractContextManager:
+        """Shows the progress bar and the metrics under it while it is open, on a terminal."""
+        if not self.console.is_terminal or self.quiet:
+            return contextlib.nullcontext()
+        return Live(Group(self.progress, self.shown), console=self.console)
 
     # A logger to the trainer
 
@@ -114,7 +121,7 @@ class Report:
 
     def line(self, text: str) -> None:
         """A line of text above the progress bar."""
-        self.progress.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """A row is complete: with what was logged, `metrics`, and the seconds of each phase."""
@@ -141,11 +148,13 @@ class Report:
         self.rows.append(row)
         new_columns = set(row) - set(self._written_columns)
         self._write_rows(*((self.rows, "w") if new_columns else ([row], "a")))
-        shown = {name: format(row[name], spec) for _, name, spec in SHOWN if name in row}
-        self.progress.update(self.bar, advance=1, **shown)
+        self.progress.advance(self.bar)
+        shown = "  ".join(
+            f"{label} {format(row[name], spec)}" for label, name, spec in SHOWN if name in row
+        )
+        self.shown.plain = shown
         if not self.console.is_terminal and (len(self.rows) % 10 == 0 or len(self.rows) == 1):
-            values = "  ".join(f"{label} {shown.get(name, '-')}" for label, name, _ in SHOWN)
-            self.line(f"{len(self.rows):4d}/{self.iterations}  {values}")
+            self.line(f"{len(self.rows):4d}/{self.iterations}  {shown}")
 
     def _write_rows(self, rows: list[dict[str, float]], mode: str) -> None:
         if self.quiet:

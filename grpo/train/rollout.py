@@ -52,7 +52,7 @@ class TransformersRollout:
         output = self.model(
             prompts, attention_mask=mask, position_ids=positions(mask), use_cache=True
         )
-        cache = output.past_key_values
+        cache = getattr(output, self.cache_argument)
         cache.batch_repeat_interleave(samples)
         logits = output.logits[:, -1].repeat_interleave(samples, 0)
         mask = mask.repeat_interleave(samples, 0)

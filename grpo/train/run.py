@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.record.loggers import Logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from ..trainer import GRPOTrainer
 from . import tasks
 from .collector import GROUP, RolloutCollector, TrimAndWeigh, encode_prompt
 from .errors import InputError
+from .policy import PaddedPolicy
 from .report import Report
 from .rollout import TransformersRollout
 from .settings import LoggerName, LossName, RolloutName, Settings
@@ -75,7 +75,7 @@ def run(settings: Settings, *, resume: bool) -> None:
             load_checkpoint(trainer, settings)
             report.start()
         try:
-            with report.progress:
+            with report.live():
                 trainer.train()
         except InputError:
             raise
@@ -318,7 +318,7 @@ def build_trainer(
         dtype=dtype,
         seed=seed,
     )
-    actor = TransformersWrapper(
+    actor = PaddedPolicy(
         model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
     )
     loss: nn.Module = build_loss(settings, actor)

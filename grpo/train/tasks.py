@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,26 +33,26 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _share_in_place(response: str, answer: str) -> float:
-    """Share of positions, of the longer of the two, that agree."""
+def _share_before_first_fault(response: str, answer: str) -> float:
+    """Share of positions, of the longer of the two, before the first that differs."""
     pairs = list(zip_longest(_squeezed(response), answer))
-    return sum(a == b for a, b in pairs) / len(pairs)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(pairs)
+
+
+def _graded(prompt: str, answer: str) -> Problem:
+    return Problem(prompt, lambda response: _share_before_first_fault(response, answer), answer)
 
 
 def sort(rng: random.Random) -> Problem:
-    """Sort five digits; the reward is the share of them in place."""
-    digits = "".join(rng.choices("0123456789", k=5))
-    answer = "".join(sorted(digits))
-    return Problem(f"sort {digits}", lambda response: _share_in_place(response, answer), answer)
+    """Sort eight digits; the reward is the share of them before the first wrong one."""
+    digits = "".join(rng.choices("0123456789", k=8))
+    return _graded(f"sort {digits}", "".join(sorted(digits)))
 
 
 def add(rng: random.Random) -> Problem:
-    """Add two numbers below 100; the reward is the share of the sum's digits in place."""
+    """Add two numbers below 100; the reward is as for sorting."""
     left, right = rng.randrange(100), rng.randrange(100)
-    answer = str(left + right)
-    return Problem(
-        f"add {left} + {right}", lambda response: _share_in_place(response, answer), answer
-    )
+    return _graded(f"add {left} + {right}", str(left + right))
 
 
 def countdown(rng: random.Random) -> Problem:
