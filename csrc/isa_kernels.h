@@ -7,12 +7,11 @@ namespace GRPO_ISA {
 #include "vec.h"
 
 #include "policy_loss_kernel.h"
+#include "token_log_probs_kernel.h"
 
 extern const KernelTable kernel_table = {
-    policy_loss_forward<float>,
-    policy_loss_forward<double>,
-    policy_loss_backward<float>,
-    policy_loss_backward<double>,
+    .policy_loss = policy_loss_kernels,
+    .token_log_probs = token_log_probs_kernels,
 };
 
 }  // namespace GRPO_ISA

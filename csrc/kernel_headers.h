@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

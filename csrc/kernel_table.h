@@ -2,14 +2,13 @@
 #pragma once
 
 #include "policy_loss.h"
+#include "token_log_probs.h"
 
 namespace grpo_kernels {
 
 struct KernelTable {
-  PolicyLossForward<float> policy_loss_forward_float;
-  PolicyLossForward<double> policy_loss_forward_double;
-  PolicyLossBackward<float> policy_loss_backward_float;
-  PolicyLossBackward<double> policy_loss_backward_double;
+  PolicyLossKernels policy_loss;
+  TokenLogProbsKernels token_log_probs;
 };
 
 // The best table that this processor runs. GRPO_KERNELS_CPU=baseline|avx2|avx512 asks for less.

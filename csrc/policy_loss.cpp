@@ -27,17 +27,17 @@ constexpr int64_t kGrain = 32;  // runs worth a thread
 template <typename T>
 constexpr auto forward_kernel() {
   if constexpr (std::is_same_v<T, double>)
-    return &KernelTable::policy_loss_forward_double;
+    return &PolicyLossKernels::forward_double;
   else
-    return &KernelTable::policy_loss_forward_float;
+    return &PolicyLossKernels::forward_float;
 }
 
 template <typename T>
 constexpr auto backward_kernel() {
   if constexpr (std::is_same_v<T, double>)
-    return &KernelTable::policy_loss_backward_double;
+    return &PolicyLossKernels::backward_double;
   else
-    return &KernelTable::policy_loss_backward_float;
+    return &PolicyLossKernels::backward_float;
 }
 
 // The [B, T] inputs, each with its own dtype and strides.
@@ -204,7 +204,7 @@ ForwardResult forward(
     if (entropy_loss) per_token(entropy, values.entropy);
   }
 
-  const auto kernel = kernels().*forward_kernel<T>();
+  const auto kernel = kernels().policy_loss.*forward_kernel<T>();
   std::vector<PolicyLossSums> runs(in.rows * in.runs_per_row());
   torch::stable::parallel_for(0, runs.size(), kGrain, [&](int64_t from, int64_t to) {
     Run<T> run;
@@ -317,7 +317,7 @@ BackwardResult backward(
       wants_ref_log_probs && by_kl_to_ref.wanted, in.ref_log_probs, in.rows, in.columns);
   StridedOutput entropy(wants_entropy && by_entropy.wanted, in.entropy, in.rows, in.columns);
 
-  const auto kernel = kernels().*backward_kernel<T>();
+  const auto kernel = kernels().policy_loss.*backward_kernel<T>();
   torch::stable::parallel_for(0, in.rows * in.runs_per_row(), kGrain, [&](int64_t from, int64_t to) {
     Run<T> run;
     T upstream_scratch[4][kRun], results[3][kRun];

@@ -84,4 +84,11 @@ using PolicyLossBackward = void (*)(
     const PolicyLossScales<T>&,
     const PolicyLossGradients<T>&);
 
+struct PolicyLossKernels {
+  PolicyLossForward<float> forward_float;
+  PolicyLossForward<double> forward_double;
+  PolicyLossBackward<float> backward_float;
+  PolicyLossBackward<double> backward_double;
+};
+
 }  // namespace grpo_kernels

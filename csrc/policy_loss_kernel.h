@@ -486,3 +486,10 @@ void policy_loss_backward(
       return backward_run<T, CispoObjective>(tokens, o, scales, gradients);
   }
 }
+
+constexpr PolicyLossKernels policy_loss_kernels = {
+    .forward_float = policy_loss_forward<float>,
+    .forward_double = policy_loss_forward<double>,
+    .backward_float = policy_loss_backward<float>,
+    .backward_double = policy_loss_backward<double>,
+};

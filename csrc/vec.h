@@ -52,6 +52,73 @@ GRPO_INLINE void store(T* to, Vec<T> value) {
   __builtin_memcpy(to, &value, sizeof(value));
 }
 
+// Loads and stores with conversion. 16-bit floats round to nearest, ties to even.
+template <typename T>
+GRPO_INLINE Vec<T> load_converted(const T* from) {
+  return load(from);
+}
+
+template <typename T>
+GRPO_INLINE void store_converted(T* to, Vec<T> value) {
+  store(to, value);
+}
+
+using Bits = uint32_t __attribute__((vector_size(GRPO_VECTOR_BYTES)));
+
+GRPO_INLINE Bits load_16_bits(const void* from) {
+  LaneTypes<float>::Half bits;
+  __builtin_memcpy(&bits, from, sizeof(bits));
+  return __builtin_convertvector(bits, Bits);
+}
+
+GRPO_INLINE void store_16_bits(void* to, Bits value) {
+  const auto bits = __builtin_convertvector(value, LaneTypes<float>::Half);
+  __builtin_memcpy(to, &bits, sizeof(bits));
+}
+
+template <typename T>
+GRPO_INLINE Vec<T> load_converted(const BFloat16* from) {
+  return (Vec<T>)(load_16_bits(from) << 16);
+}
+
+template <typename T>
+GRPO_INLINE void store_converted(BFloat16* to, Vec<T> value) {
+  const Bits bits = (Bits)value;
+  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  store_16_bits(to, value == value ? rounded : (bits >> 16) | 0x40);
+}
+
+template <typename T>
+GRPO_INLINE Vec<T> load_converted(const Float16* from) {
+#if GRPO_VECTOR_BYTES == 64
+  return (Vec<T>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#else
+  const Bits half = load_16_bits(from);
+  const Bits magnitude = (half & 0x7fff) << 13;
+  // The product with 2^112 moves the exponent's bias and normalises denormals.
+  const Bits finite = (Bits)((Vec<T>)magnitude * 0x1p112f);
+  const Bits bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000 : finite;
+  return (Vec<T>)(bits | (half & 0x8000) << 16);
+#endif
+}
+
+template <typename T>
+GRPO_INLINE void store_converted(Float16* to, Vec<T> value) {
+#if GRPO_VECTOR_BYTES == 64
+  const __m256i bits = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT);
+  _mm256_storeu_si256((__m256i*)to, bits);
+#else
+  const Bits sign = ((Bits)value >> 16) & 0x8000;
+  const Bits magnitude = (Bits)value & 0x7fffffff;
+  const Bits normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Adding 1/2 rounds at the last bit of a half-precision denormal.
+  const Bits denormal = (Bits)((Vec<T>)magnitude + 0.5f) - 0x3f000000;
+  const Bits not_finite = magnitude > 0x7f800000u ? Bits{} + 0x7e00u : Bits{} + 0x7c00u;
+  const Bits finite = magnitude < 0x38800000u ? denormal : normal;
+  store_16_bits(to, sign | (magnitude >= 0x47800000u ? not_finite : finite));
+#endif
+}
+
 // Bytes to lanes. gcc 12 scalarises __builtin_convertvector here, hence the intrinsics.
 template <typename T>
 GRPO_INLINE Mask<T> load_mask(const bool* from) {
@@ -220,4 +287,15 @@ template <typename T>
 GRPO_INLINE Vec<T> expm1_minus_x(Vec<T> x) {
   const auto [n, r, q] = exp_terms(x);
   return select<T>(n == Vec<T>{}, q * (r * r), exp<T>(x) - T(1) - x);
+}
+
+// tanh(x), relative error under 1e-6 (float) also near 0.
+template <typename T>
+GRPO_INLINE Vec<T> tanh(Vec<T> x) {
+  const Vec<T> magnitude = select<T>(x < T(0), -x, x);
+  // tanh is 1 to rounding from 20 on, and e^-inf - 1 + inf would be no number.
+  const Vec<T> y = T(-2) * select<T>(magnitude > T(20), splat(T(20)), magnitude);
+  const Vec<T> exp_minus_one = expm1<T>(y);
+  const Vec<T> out = -exp_minus_one / (exp_minus_one + T(2));
+  return select<T>(x < T(0), -out, out);
 }

@@ -17,10 +17,12 @@ from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
 )
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution
+from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.modules.distributions.utils import (
     composite_entropy,
     has_analytic_entropy,
@@ -29,9 +31,9 @@ from torchrl.modules.distributions.utils import (
 from torchrl.modules.llm import LLMWrapperBase
 from torchrl.objectives.common import LossModule
 
-from grpo_kernels import PolicyLossOutput, policy_loss
+from grpo_kernels import PolicyLossOutput, token_log_probs
 from grpo_kernels.backends import Backend, check_backend_name
-from grpo_kernels.policy_loss import eager
+from grpo_kernels.policy_loss import eager, policy_loss_with
 from grpo_kernels.policy_loss.options import (
     AGGREGATIONS,
     SEMANTICS,
@@ -40,6 +42,9 @@ from grpo_kernels.policy_loss.options import (
     check_choice,
 )
 
+from .actor import find_linear_head, plan_model_call, reason_not_direct, score_directly
+
+ACTOR_PATHS = ("auto", "distribution")
 MASKING_STRATEGIES = ("sft", "rlhf", "generic")
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -113,9 +118,16 @@ class GRPOLoss(LossModule):
         semantics: "torchrl": every number as TorchRL 0.14.1 gives it; "corrected": see the README.
         log_ratio_cap: hold the log-ratio within +-cap, so that no ratio overflows.
         backend: of the kernels, see `grpo_kernels.backends`.
+        actor_path: "auto": a TransformersWrapper's model is run and scored without the wrapper's
+            copies of the logits, wherever its options allow it; "distribution": always through
+            the actor's distribution, as TorchRL does.
+        fused_lm_head: score from the hidden states before the model's output layer
+            (`grpo_kernels.linear_log_probs`), so that no logits tensor exists. For a
+            TransformersWrapper around a causal LM whose output layer is an nn.Linear.
 
     Raises:
-        TypeError: an unknown keyword. ValueError: a value that is not accepted.
+        TypeError: an unknown keyword. ValueError: a value that is not accepted, or an actor that
+            fused_lm_head cannot serve.
     """
 
     actor_network: LLMWrapperBase
@@ -154,6 +166,8 @@ class GRPOLoss(LossModule):
         semantics: Semantics = "torchrl",
         log_ratio_cap: float | None = None,
         backend: Backend = "auto",
+        actor_path: Literal["auto", "distribution"] = "auto",
+        fused_lm_head: bool = False,
     ) -> None:
         super().__init__()
         aggregation = aggregation or "token_mean"
@@ -163,6 +177,7 @@ class GRPOLoss(LossModule):
         check_choice("masking_strategy", masking_strategy, MASKING_STRATEGIES)
         check_choice("ref_log_prob_padding_side", ref_log_prob_padding_side, ("left", "right"))
         check_choice("semantics", semantics, SEMANTICS)
+        check_choice("actor_path", actor_path, ACTOR_PATHS)
         check_backend_name(backend)
         self.actor_network = actor_network
         self.entropy_bonus = entropy_bonus
@@ -179,6 +194,15 @@ class GRPOLoss(LossModule):
         self.semantics = semantics
         self.log_ratio_cap = log_ratio_cap
         self.backend = backend
+        self.actor_path = actor_path
+        self._linear_head = None
+        if fused_lm_head:
+            reason = reason_not_direct(actor_network)
+            if actor_path == "distribution":
+                reason = "actor_path='distribution' makes a distribution of the logits"
+            if reason is not None:
+                raise ValueError(f"fused_lm_head=True cannot be honoured: {reason}")
+            self._linear_head = find_linear_head(actor_network.model)
 
         if device is None:
             parameter = next(self.parameters(), None)
@@ -291,7 +315,10 @@ class GRPOLoss(LossModule):
         keys = self.tensor_keys
         if keys.action not in tensordict:
             raise ValueError(f"Action key {keys.action} not in tensordict.")
-        tensordict = tensordict.copy()  # actors write into what they are given
+        if isinstance(self.actor_network, TensorDictModuleBase) or self._overrides(
+            "_get_cur_log_prob"
+        ):
+            tensordict = tensordict.copy()  # these write into what they are given
         advantage = tensordict.get(
             keys.advantage,
             None,
@@ -314,15 +341,15 @@ class GRPOLoss(LossModule):
         batch = (scores, old_log_probs, advantage, ref_log_probs, options)
         if self._needs_composition(tensordict, *batch):
             return self._composed_forward(tensordict, *batch)
-        terms = policy_loss(
+        terms = policy_loss_with(
+            options,
             scores.log_probs,
             old_log_probs,
-            advantage.squeeze(-1).expand_as(scores.log_probs),
+            _per_token(advantage, scores.log_probs),
             scores.mask,
-            ref_log_probs=ref_log_probs,
-            entropy=scores.entropy,
-            backend=self.backend,
-            **options._asdict(),
+            ref_log_probs,
+            scores.entropy,
+            self.backend,
         )
         if terms.loss_objective.ndim == 2:  # per token: TorchRL's losses are [B, T, 1]
             losses = [
@@ -363,7 +390,32 @@ class GRPOLoss(LossModule):
         )
 
     def _score(self, tensordict: TensorDictBase) -> Scores:
-        log_probs, dist, _ = self._get_cur_log_prob(tensordict)
+        """Log-probs and entropy of the batch, by the way that reads the logits least."""
+        if self._overrides("_get_cur_log_prob") or self._overrides("_get_entropy"):
+            log_probs, dist, _ = self._get_cur_log_prob(tensordict)
+            return self._scores_of(log_probs, dist)
+        if self.actor_path == "auto" and reason_not_direct(self.actor_network) is None:
+            call = plan_model_call(self.actor_network, tensordict, self.masking_strategy)
+            log_probs, entropy = score_directly(
+                self.actor_network,
+                call,
+                self._action(tensordict),
+                entropy=self.entropy_bonus,
+                head=self._linear_head,
+                backend=self.backend,
+            )
+            return Scores(log_probs, entropy, call.mask, None)
+        dist = self._distribution(tensordict)
+        action = self._action(tensordict)
+        if isinstance(dist, LLMMaskedCategorical) and dist.position_level_masking:
+            mask = dist.mask.bool()
+            log_probs, entropy = token_log_probs(
+                dist.logits, action, mask, entropy=self.entropy_bonus, backend=self.backend
+            )
+            return Scores(log_probs, entropy, mask, None)
+        return self._scores_of(dist.log_prob(action), dist)
+
+    def _scores_of(self, log_probs: Tensor | TensorDictBase, dist: Distribution) -> Scores:
         if is_tensor_collection(log_probs):
             log_probs = log_probs.sum(dim="feature", reduce=True)
         mask = getattr(dist, "mask", None)
@@ -458,9 +510,9 @@ class GRPOLoss(LossModule):
     ) -> bool:
         """Whether anything here is beyond one kernel call."""
         return (
-            self._overrides("_compute_policy_objective")
+            scores.log_probs.ndim != 2
+            or self._overrides("_compute_policy_objective")
             or self._overrides("_aggregate_loss_value")
-            or scores.log_probs.ndim != 2
             or advantage.shape[-1] != 1
             or advantage.requires_grad
             # TorchRL pads the sampling log-probs anew, on this side, for their KL penalty.
@@ -494,10 +546,13 @@ class GRPOLoss(LossModule):
     def _objective_and_clip_fraction(
         inputs: eager.MaskedInputs, advantage: Tensor, options: PolicyLossOptions
     ) -> tuple[Tensor, Tensor]:
+        log_ratio = inputs.log_ratio
+        # Autograd follows the advantage through the value, the log-ratio by the coefficient.
+        inputs = inputs._replace(log_probs=inputs.log_probs.detach(), log_ratio=log_ratio.detach())
         tokens = eager.trained_tokens(inputs, advantage, options.log_ratio_cap)
         bounds = eager.clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)
         objective = eager.token_objective(options)(tokens, bounds)
-        loss = _WithCoefficient.apply(inputs.log_ratio, objective.value, objective.coefficient)
+        loss = _WithCoefficient.apply(log_ratio, objective.value, objective.coefficient.detach())
         return loss, eager.clip_fraction(inputs, objective, bounds, options.semantics)
 
     def _aggregate_loss_value(
@@ -597,7 +652,7 @@ class GRPOLoss(LossModule):
 
 
 class _WithCoefficient(torch.autograd.Function):
-    """A per-token value whose derivative by the log-ratio is the given coefficient."""
+    """A per-token value that has, beside its own graph, this derivative by the log-ratio."""
 
     @staticmethod
     def forward(ctx, log_ratio: Tensor, value: Tensor, coefficient: Tensor) -> Tensor:
@@ -606,9 +661,15 @@ class _WithCoefficient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         (coefficient,) = ctx.saved_tensors
-        return torch.where(coefficient == 0, 0.0, upstream * coefficient), None, None
+        return torch.where(coefficient == 0, 0.0, upstream * coefficient), upstream, None
+
+
+def _per_token(advantage: Tensor, log_probs: Tensor) -> Tensor:
+    """[B, T] from [B, T, 1], or from what broadcasts to that."""
+    advantage = advantage.squeeze(-1)
+    return advantage if advantage.shape == log_probs.shape else advantage.expand_as(log_probs)
 
 
 def _clip_pair(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:

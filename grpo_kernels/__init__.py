@@ -1,7 +1,16 @@
 """Kernels for GRPO-family losses: Triton on GPUs, C++ on CPUs, plain PyTorch as the definition."""
 
 from .backends import use_backend
+from .linear_log_probs import linear_log_probs
 from .policy_loss import PolicyLossOutput, policy_loss
+from .token_log_probs import token_log_probs
 from .version import __version__
 
-__all__ = ["PolicyLossOutput", "__version__", "policy_loss", "use_backend"]
+__all__ = [
+    "PolicyLossOutput",
+    "__version__",
+    "linear_log_probs",
+    "policy_loss",
+    "token_log_probs",
+    "use_backend",
+]

@@ -110,3 +110,17 @@ def use_backend(backend: Backend) -> Iterator[None]:
         yield
     finally:
         _preferred.reset(token)
+
+
+def report() -> str:
+    """Which backends run on this machine's devices, and why the others do not."""
+    devices = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        devices.append(torch.accelerator.current_accelerator())
+    lines = []
+    for device in devices:
+        for backend in BACKENDS[1:]:
+            reason = why_not(backend, device)
+            state = "runs" if reason is None else f"does not run: {reason}"
+            lines.append(f"{device.type:4} {backend:6} {state}")
+    return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from .options import (
 
 __all__ = ["PolicyLossOutput", "policy_loss"]
 
-_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_FLOATING = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 def policy_loss(
@@ -93,55 +95,10 @@ def policy_loss(
         tokens. entropy, kl_to_ref, kl_to_inference: means, in nats.
 
     Raises:
-        ValueError: an option, shape or dtype that is not as above.
+        ValueError, TypeError: an option, shape or dtype that is not as above.
         RuntimeError: a named backend cannot run; old_log_probs or advantages require a gradient;
             a second derivative is asked for.
     """
-    shape = log_probs.shape
-    if len(shape) != 2:
-        raise ValueError(f"log_probs must be [B, T], got shape {tuple(shape)}")
-    if advantages.ndim == 1:
-        advantages = advantages.unsqueeze(-1)
-    if advantages.shape != shape:
-        if advantages.shape != (shape[0], 1):
-            raise ValueError(
-                f"advantages must be [B, T] = {tuple(shape)}, [B, 1] or [B], got shape "
-                f"{tuple(advantages.shape)}"
-            )
-        advantages = advantages.expand(shape)
-    device = log_probs.device
-    for name, tensor in (
-        ("log_probs", log_probs),
-        ("old_log_probs", old_log_probs),
-        ("advantages", advantages),
-        ("ref_log_probs", ref_log_probs),
-        ("entropy", entropy),
-        ("mask", mask),
-    ):
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(
-                f"{name} must have the shape of log_probs, {tuple(shape)}, got "
-                f"{tuple(tensor.shape)}"
-            )
-        if tensor.device != device:
-            raise ValueError(f"{name} must be on log_probs' device, {device}, got {tensor.device}")
-        if name == "mask":
-            if tensor.dtype != torch.bool:
-                raise ValueError(f"mask must be bool, got {tensor.dtype}; pass mask.bool()")
-        elif tensor.dtype not in _FLOATING:
-            raise ValueError(f"{name} must be fp32, fp64, bf16 or fp16, got {tensor.dtype}")
-    for name, tensor in (("old_log_probs", old_log_probs), ("advantages", advantages)):
-        if tensor.requires_grad:
-            raise RuntimeError(
-                f"{name} requires grad, and policy_loss is not differentiable by it; pass "
-                f"{name}.detach()"
-            )
-    if kl_to_ref_coeff is not None and ref_log_probs is None:
-        raise ValueError("kl_to_ref_coeff needs ref_log_probs, which is None")
-    if entropy_coeff is not None and entropy is None:
-        raise ValueError("entropy_coeff needs entropy, which is None")
     options = PolicyLossOptions(
         objective,
         clip_low,
@@ -155,7 +112,48 @@ def policy_loss(
         log_ratio_cap,
         normaliser,
     )
+    return policy_loss_with(
+        options, log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy, backend
+    )
+
+
+def policy_loss_with(
+    options: PolicyLossOptions,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    backend: Backend,
+) -> PolicyLossOutput:
+    """`policy_loss` with its options in one tuple."""
     check_options(options)
+    shape, device = log_probs.shape, log_probs.device
+    if advantages.ndim == 1:
+        advantages = advantages.unsqueeze(-1)
+    if advantages.shape != shape and advantages.shape == (*shape[:1], 1):
+        advantages = advantages.expand(shape)
+    floating = [log_probs, old_log_probs, advantages]
+    floating += [tensor for tensor in (ref_log_probs, entropy) if tensor is not None]
+    if (
+        len(shape) != 2
+        or any(
+            tensor.shape != shape or tensor.device != device or tensor.dtype not in _FLOATING
+            for tensor in floating
+        )
+        or old_log_probs.requires_grad
+        or advantages.requires_grad
+        or not (
+            mask is None
+            or (mask.dtype is torch.bool and mask.shape == shape and mask.device == device)
+        )
+    ):
+        _raise_for_inputs(log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
+    if options.kl_to_ref_coeff is not None and ref_log_probs is None:
+        raise ValueError("kl_to_ref_coeff needs ref_log_probs, which is None")
+    if options.entropy_coeff is not None and entropy is None:
+        raise ValueError("entropy_coeff needs entropy, which is None")
     return policy_loss_function(
         log_probs,
         old_log_probs,
@@ -165,4 +163,44 @@ def policy_loss(
         entropy,
         options,
         resolve_backend(backend, device),
+    )
+
+
+def _raise_for_inputs(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+) -> NoReturn:
+    """Name the first input that does not fit."""
+    shape, device = log_probs.shape, log_probs.device
+    if len(shape) != 2:
+        raise ValueError(f"log_probs must be [B, T], got shape {tuple(shape)}")
+    for name, tensor in (
+        ("log_probs", log_probs),
+        ("old_log_probs", old_log_probs),
+        ("advantages", advantages),
+        ("mask", mask),
+        ("ref_log_probs", ref_log_probs),
+        ("entropy", entropy),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            also = " (or [B, 1] or [B])" if name == "advantages" else ""
+            raise ValueError(
+                f"{name} must have the shape of log_probs, {tuple(shape)}{also}, got "
+                f"{tuple(tensor.shape)}"
+            )
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on log_probs' device, {device}, got {tensor.device}")
+        if name == "mask" and tensor.dtype != torch.bool:
+            raise TypeError(f"mask must be bool, got {tensor.dtype}; pass mask.bool()")
+        if name != "mask" and tensor.dtype not in _FLOATING:
+            raise TypeError(f"{name} must be fp32, fp64, bf16 or fp16, got {tensor.dtype}")
+    name = "old_log_probs" if old_log_probs.requires_grad else "advantages"
+    raise RuntimeError(
+        f"{name} requires grad, and policy_loss is not differentiable by it; pass {name}.detach()"
     )

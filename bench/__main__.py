@@ -1,0 +1,52 @@
+"""Run the benchmarks and keep their figures: python -m bench [--quick] [suite ...]
+
+Suites run one after the other in processes of their own, on one thread. Figures go to
+bench/results/<machine>.json; `python -m bench.report` puts them into the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import warnings
+
+from bench.figures import Figure, save, show
+
+SUITES = (
+    "policy_loss",
+    "losses",
+    "token_log_probs",
+    "linear_log_probs",
+    "training_step",
+    "group_subset",
+)
+
+
+def run_suite(suite: str, quick: bool) -> list[Figure]:
+    """All figures of one suite."""
+    warnings.filterwarnings("ignore")
+    module = importlib.import_module(f"bench.{suite}")
+    return show(module.figures(quick), quick)
+
+
+def main() -> None:
+    """Run what the command line asks for; all of it by default."""
+    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="suite", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")
+    arguments = parser.parse_args()
+    unknown = set(arguments.suites) - set(SUITES)
+    if unknown:
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    context = multiprocessing.get_context("spawn")
+    for suite in arguments.suites or SUITES:
+        print(f"\n== {suite}", flush=True)
+        with context.Pool(1) as pool:
+            figures = pool.apply(run_suite, (suite, arguments.quick))
+        if not arguments.quick:
+            print(f"kept in {save({suite: figures})}")
+
+
+if __name__ == "__main__":
+    main()
