@@ -40,7 +40,9 @@ def reason_not_direct(actor: nn.Module | None) -> str | None:
     """None if the model of this actor can be scored directly, else why not."""
     if not isinstance(actor, TransformersWrapper):
         return f"the actor is a {type(actor).__name__}, not a TransformersWrapper"
-    for name in _DISTRIBUTION_METHODS:
+    # A subclass may say that its methods call the model once and only move its logits about.
+    own_methods = () if getattr(actor, "only_moves_logits", False) else _DISTRIBUTION_METHODS
+    for name in own_methods:
         if getattr(type(actor), name) is not getattr(TransformersWrapper, name):
             return f"{type(actor).__name__} overrides {name}"
     if actor.generate:

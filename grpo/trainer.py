@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import shutil
 import signal
 import sys
 import threading
@@ -228,6 +229,34 @@ class BufferFeed:
             if sample is None:
                 raise StopIteration
         return sample if self.device is None else sample.to(self.device)
+
+
+class BufferCheckpoint:
+    """A replay buffer on disk; also one that has not been written to, which torchrl refuses."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+
+    def dump(self, path: Path) -> None:
+        """Save to the directory `path`."""
+        try:
+            self.buffer.dumps(path)
+        except RuntimeError as error:
+            if "non-initialized storage" not in str(error):
+                raise
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir()
+            (path / "never_written").touch()
+
+    def load(self, path: Path) -> None:
+        """Restore what `dump` saved."""
+        if not (path / "never_written").exists():
+            self.buffer.loads(path)
+
+    def _torchrl_checkpoint_detach_from_load_path(self) -> None:
+        detach = getattr(self.buffer, "_torchrl_checkpoint_detach_from_load_path", None)
+        if detach is not None:
+            detach()
 
 
 class RewardLog:
@@ -730,6 +759,9 @@ class GRPOTrainer(Trainer):
     # Checkpoints
 
     def _sync_checkpoint_components(self, checkpoint: Checkpoint | None = None) -> Checkpoint:
+        checkpoint = checkpoint or self.checkpoint or Checkpoint()
+        if self.replay_buffer is not None and "replay_buffer" not in checkpoint:
+            checkpoint.register("replay_buffer", BufferCheckpoint(self.replay_buffer))
         checkpoint = super()._sync_checkpoint_components(checkpoint)
         if "rng" not in checkpoint:
             checkpoint.register("rng", GlobalRNGState())

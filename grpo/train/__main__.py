@@ -158,7 +158,12 @@ def train(
         int, Option(min=1, help="Passes over each iteration's data.", rich_help_panel=OPTIMISER)
     ] = 1,
     learning_rate: Annotated[
-        float, Option(help="Of AdamW, betas 0.9 and 0.95.", rich_help_panel=OPTIMISER)
+        float,
+        Option(
+            help="Highest of AdamW (betas 0.9, 0.95): it rises for 20 steps, then falls linearly "
+            "to 5 %.",
+            rich_help_panel=OPTIMISER,
+        ),
     ] = 2e-4,
     clip_norm: Annotated[
         float | None, Option(help="Largest gradient norm.", rich_help_panel=OPTIMISER)

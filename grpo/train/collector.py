@@ -34,6 +34,77 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return tokens if isinstance(tokens, list) else tokens["input_ids"]
 
 
+def draw_prompts(
+    task: Task, rng: random.Random, tokenizer: PreTrainedTokenizerBase, count: int, longest: int
+) -> tuple[list[Problem], list[list[int]], int]:
+    """`count` problems, their prompts' tokens, and how many were left out as too long."""
+    problems, prompts, too_long = [], [], 0
+    while len(prompts) < count:
+        problem = task(rng)
+        prompt = encode_prompt(tokenizer, problem.prompt)
+        if len(prompt) <= longest:
+            problems.append(problem)
+            prompts.append(prompt)
+            continue
+        too_long += 1
+        if too_long == MOST_UNUSABLE_DRAWS:
+            raise InputError(
+                f"{too_long} prompts are longer than {longest} tokens, which is all that the "
+                "model's context has room for"
+            )
+    return problems, prompts, too_long
+
+
+def rewards_of(
+    problems: list[Problem], responses: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> list[float]:
+    """The reward of each response; the responses to one problem stand together."""
+    samples = len(responses) // len(problems)
+    rewards = []
+    for index, text in enumerate(tokenizer.batch_decode(responses, skip_special_tokens=True)):
+        problem = problems[index // samples]
+        try:
+            rewards.append(float(problem.reward(text)))
+        except Exception as error:
+            raise InputError(
+                f"the reward of {problem.source} failed on the response {text!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return rewards
+
+
+def padded_batch(
+    prompts: Tensor, prompt_mask: Tensor, responses: Responses, max_new_tokens: int, pad_id: int
+) -> TensorDict:
+    """Prompts (padded on the left, a row a response) and responses (on the right), [B, P + T]."""
+    rows, prompt_length = prompts.shape
+    full = torch.full((rows, prompt_length + max_new_tokens), pad_id)
+    log_probs = torch.zeros(full.shape)
+    attention = torch.zeros(full.shape, dtype=torch.bool)
+    full[:, :prompt_length] = prompts
+    attention[:, :prompt_length] = prompt_mask.bool()
+    for row, (response, scores) in enumerate(zip(*responses, strict=True)):
+        span = slice(prompt_length, prompt_length + len(response))
+        full[row, span] = torch.tensor(response)
+        log_probs[row, span] = torch.tensor(scores)
+        attention[row, span] = True
+    return TensorDict(
+        {
+            "tokens": {"full": full, "prompt": prompts},
+            "masks": {"all_attention_mask": attention},
+            "log_probs": {"full": log_probs},
+        },
+        batch_size=[rows],
+    )
+
+
+def response_mask(batch: TensorDictBase) -> Tensor:
+    """[B, P + T]: the tokens of the response."""
+    mask = batch["masks", "all_attention_mask"].clone()
+    mask[:, : batch["tokens", "prompt"].shape[1]] = False
+    return mask
+
+
 class RolloutCollector:
     """Yields one batch of `prompts` x `samples` responses after another.
 
@@ -49,7 +120,6 @@ class RolloutCollector:
         tokenizer: PreTrainedTokenizerBase,
         rollout: Rollout,
         policy: nn.Module,
-        reference: nn.Module | None,
         prompts: int,
         samples: int,
         prompt_length: int,
@@ -62,7 +132,6 @@ class RolloutCollector:
         self.tokenizer = tokenizer
         self.rollout = rollout
         self.policy = policy
-        self.reference = reference
         self.prompts = prompts
         self.samples = samples
         self.prompt_length = prompt_length
@@ -79,16 +148,14 @@ class RolloutCollector:
 
     def collect(self) -> TensorDictBase:
         """One batch: [prompts * samples]."""
-        problems, prompts, too_long = self._draw()
+        problems, prompts, too_long = draw_prompts(
+            self.task, self.rng, self.tokenizer, self.prompts, self.prompt_length
+        )
         with timeit("rollout"):
             responses = self.rollout(prompts, self.samples)
         with timeit("reward"):
-            rewards = self._reward(problems, responses)
-        batch = self._batch(prompts, responses, rewards)
-        lengths = [len(row) for row in responses.tokens]
+            rewards = rewards_of(problems, responses.tokens, self.tokenizer)
         self.metrics = {
-            "response_tokens": sum(lengths),
-            "response_length": sum(lengths) / len(lengths),
             "solved": sum(reward >= 1 for reward in rewards) / len(rewards),
             "nonfinite_rewards": sum(not math.isfinite(reward) for reward in rewards),
             "empty_responses": sum(
@@ -97,103 +164,39 @@ class RolloutCollector:
             ),
             "prompts_too_long": too_long,
         }
-        with timeit("rescore"):
-            self._compare_with_trainer(batch)
+        pad_id = self.tokenizer.pad_token_id
+        tokens, mask = pad_left(prompts, pad_id, width=self.prompt_length)
+        batch = padded_batch(
+            tokens.repeat_interleave(self.samples, 0),
+            mask.repeat_interleave(self.samples, 0),
+            responses,
+            self.max_new_tokens,
+            pad_id,
+        )
+        groups = torch.arange(self.groups, self.groups + self.prompts)
+        self.groups += self.prompts
+        batch[GROUP] = groups.repeat_interleave(self.samples)
+        batch["next", "reward"] = torch.tensor(rewards).reshape(-1, 1, 1)
+        batch["next", "done"] = torch.ones(len(rewards), 1, dtype=torch.bool)
+        if self.importance_cap is not None:
+            with timeit("rescore"):
+                self._put_on_trainers_terms(batch)
         return batch
 
-    def _draw(self) -> tuple[list[Problem], list[list[int]], int]:
-        problems, prompts, too_long = [], [], 0
-        while len(prompts) < self.prompts:
-            problem = self.task(self.rng)
-            prompt = encode_prompt(self.tokenizer, problem.prompt)
-            if len(prompt) > self.prompt_length:
-                too_long += 1
-                if too_long == MOST_UNUSABLE_DRAWS:
-                    raise InputError(
-                        f"{too_long} prompts in a row are longer than {self.prompt_length} tokens, "
-                        f"which is all that the model's context has room for"
-                    )
-                continue
-            problems.append(problem)
-            prompts.append(prompt)
-        return problems, prompts, too_long
-
-    def _reward(self, problems: list[Problem], responses: Responses) -> list[float]:
-        texts = self.tokenizer.batch_decode(responses.tokens, skip_special_tokens=True)
-        rewards = []
-        for index, text in enumerate(texts):
-            problem = problems[index // self.samples]
-            try:
-                rewards.append(float(problem.reward(text)))
-            except Exception as error:
-                raise InputError(
-                    f"the reward of {problem.source} failed on the response {text!r}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        return rewards
-
-    def _batch(
-        self, prompts: list[list[int]], responses: Responses, rewards: list[float]
-    ) -> TensorDict:
-        rows = len(responses.tokens)
-        tokens, mask = pad_left(prompts, self.tokenizer.pad_token_id, width=self.prompt_length)
-        tokens, mask = (t.repeat_interleave(self.samples, 0) for t in (tokens, mask))
-        full = torch.full(
-            (rows, self.prompt_length + self.max_new_tokens), self.tokenizer.pad_token_id
-        )
-        full[:, : self.prompt_length] = tokens
-        log_probs = torch.zeros(full.shape)
-        attention = torch.zeros(full.shape, dtype=torch.bool)
-        attention[:, : self.prompt_length] = mask.bool()
-        for row, (response, scores) in enumerate(zip(*responses, strict=True)):
-            span = slice(self.prompt_length, self.prompt_length + len(response))
-            full[row, span] = torch.tensor(response)
-            log_probs[row, span] = torch.tensor(scores)
-            attention[row, span] = True
-        groups = torch.arange(self.groups, self.groups + len(prompts))
-        self.groups += len(prompts)
-        return TensorDict(
-            {
-                "tokens": {"full": full, "prompt": tokens},
-                "masks": {"all_attention_mask": attention},
-                "log_probs": {"full": log_probs},
-                GROUP: groups.repeat_interleave(self.samples),
-                "next": {
-                    "reward": torch.tensor(rewards).reshape(rows, 1, 1),
-                    "done": torch.ones(rows, 1, dtype=torch.bool),
-                },
-            },
-            batch_size=[rows],
-        )
-
-    def _compare_with_trainer(self, batch: TensorDict) -> None:
-        """How far the rollout's log-probs are from the trainer's, and what follows from it."""
-        wanted = slice(None)
-        if self.reference is None and self.importance_cap is None:
-            wanted = slice(0, max(1, len(batch) // 4))  # a sample of rows is enough to watch
-        rows = trim(batch[wanted])
-        width = rows["tokens", "full"].shape[1]
-        left = batch["tokens", "prompt"].shape[1] - rows["tokens", "prompt"].shape[1]
-
-        def full_width(values: Tensor) -> Tensor:
-            right = batch["tokens", "full"].shape[1] - left - width
-            return nn.functional.pad(values.cpu(), (left, right))
-
+    def _put_on_trainers_terms(self, batch: TensorDict) -> None:
+        """The trainer's log-probs as the old ones; how likelier each token was to the trainer."""
         device = next(self.policy.parameters()).device
-        inputs = [rows[key].to(device) for key in (("tokens", "full"), ("masks", ATTENTION))]
-        inputs[1] = inputs[1].long()
-        response = rows["masks", ATTENTION].clone()
-        response[:, : rows["tokens", "prompt"].shape[1]] = False
-        ours = score(self.policy, *inputs, self.dtype).cpu()
-        difference = torch.where(response, rows["log_probs", "full"] - ours, 0.0)
-        self.metrics["rollout_difference"] = float(difference.abs().sum() / response.sum())
-        self.metrics["rollout_difference_max"] = float(difference.abs().max())
-        if self.reference is not None:
-            theirs = score(self.reference, *inputs, self.dtype)
-            batch["next", "ref_log_probs", "full"] = full_width(theirs)
-        if self.importance_cap is not None:
-            batch["importance"] = full_width((-difference).exp().clamp_max(self.importance_cap))
-            batch["log_probs", "full"] = full_width(torch.where(response, ours, 0.0))
+        ours = score(
+            self.policy,
+            batch["tokens", "full"].to(device),
+            batch["masks", "all_attention_mask"].to(device).long(),
+            self.dtype,
+        ).cpu()
+        response = response_mask(batch)
+        log_ratio = torch.where(response, ours - batch["log_probs", "full"], 0.0)
+        batch["importance"] = log_ratio.exp().clamp_max(self.importance_cap)
+        batch["rollout_log_probs"] = batch["log_probs", "full"]
+        batch["log_probs", "full"] = torch.where(response, ours, 0.0)
 
     # What Trainer asks of a collector
 
@@ -219,12 +222,9 @@ class RolloutCollector:
         """Nothing to stop."""
 
 
-ATTENTION = "all_attention_mask"
-
-
 def trim(batch: TensorDictBase) -> TensorDictBase:
     """The batch without the columns that are padding in all rows, left and right."""
-    used = batch["masks", ATTENTION].any(0).nonzero()
+    used = batch["masks", "all_attention_mask"].any(0).nonzero()
     first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
     width = batch["tokens", "full"].shape[1]
     trimmed = batch.copy()
@@ -246,3 +246,43 @@ class TrimAndWeigh(Transform):
         if "importance" in batch:
             batch["advantage"] = batch["advantage"] * batch.pop("importance").unsqueeze(-1)
         return batch
+
+
+class TrainerScores:
+    """What only the trainer can say of a micro-batch, before the loss sees it.
+
+    Adds the reference model's log-probs, where there is one; and compares, in the first
+    micro-batch of an iteration, the rollout's log-probs with those of the policy that it sampled
+    from.
+    """
+
+    def __init__(self, policy: nn.Module, reference: nn.Module | None, dtype: torch.dtype) -> None:
+        self.policy = policy
+        self.reference = reference
+        self.dtype = dtype
+        self.metrics: dict[str, float] = {}
+        self._tokens: list[Tensor] = []
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        tokens, attention = batch["tokens", "full"], batch["masks", "all_attention_mask"].long()
+        response = response_mask(batch)
+        first_of_iteration = not self._tokens
+        self._tokens.append(response.sum())
+        with timeit("rescore"):
+            if first_of_iteration:
+                sampled = batch.get("rollout_log_probs", batch["log_probs", "full"])
+                difference = sampled - score(self.policy, tokens, attention, self.dtype)
+                difference = torch.where(response, difference, 0.0).abs()
+                self.metrics["rollout_difference"] = float(difference.sum() / response.sum())
+                self.metrics["rollout_difference_max"] = float(difference.max())
+            if self.reference is not None:
+                batch["next", "ref_log_probs", "full"] = score(
+                    self.reference, tokens, attention, self.dtype
+                )
+        return batch
+
+    def end_iteration(self, epochs: int) -> dict[str, float]:
+        """The iteration's metrics; the next one starts."""
+        tokens = float(sum(self._tokens)) / epochs
+        self._tokens = []
+        return {**self.metrics, "response_tokens": tokens}

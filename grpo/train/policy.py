@@ -15,6 +15,8 @@ class PaddedPolicy(TransformersWrapper):
     times as long as a small model's forward pass.
     """
 
+    only_moves_logits = True  # so the loss can score the model directly, see `grpo.actor`
+
     def _get_sft_dist(self, tensordict: TensorDictBase, **kwargs) -> LLMMaskedCategorical:
         """The distribution of each token, masked to the response."""
         attention = tensordict["masks", "all_attention_mask"]
@@ -22,7 +24,7 @@ class PaddedPolicy(TransformersWrapper):
             tensordict["tokens", "full"], attention_mask=attention.long(), use_cache=False
         )
         # The logits for a token stand at the one before it.
-        logits = nn.functional.pad(output.logits[:, :-1], (0, 0, 1, 0))
+        logits = nn.functional.pad(output["logits"][:, :-1], (0, 0, 1, 0))
         mask = attention.clone()
         mask[:, : tensordict["tokens", "prompt"].shape[1]] = False
         return LLMMaskedCategorical(logits=logits, mask=mask)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,13 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.record.loggers import Logger
+from torchrl.trainers.trainers import LRSchedulerHook
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..losses import DAPO, CISPOLoss, GRPOLoss
 from ..trainer import GRPOTrainer
 from . import tasks
-from .collector import GROUP, RolloutCollector, TrimAndWeigh, encode_prompt
+from .collector import GROUP, RolloutCollector, TrainerScores, TrimAndWeigh, encode_prompt
 from .errors import InputError
 from .policy import PaddedPolicy
 from .report import Report
@@ -37,6 +39,8 @@ LOSSES = {LossName.grpo: GRPOLoss, LossName.dapo: DAPO, LossName.cispo: CISPOLos
 WARM_UP_ROWS = 64
 WARM_UP_LEARNING_RATE = 2e-3
 BUILT_IN_WARM_UP_STEPS = 40
+# Adam's first steps are as long as its learning rate, whatever the gradient.
+RISING_STEPS = 20
 # Draws of an endless task from which the longest prompt is judged.
 TRIAL_DRAWS = 512
 
@@ -300,16 +304,12 @@ def build_trainer(
         raise InputError(f"--prompts {settings.prompts}: not a multiple of the {world} ranks")
     prompts, samples = settings.prompts // world, settings.candidates or settings.group_size
     dtype = getattr(torch, settings.dtype.value)
-    reference = None
-    if settings.kl_to_ref:
-        reference = copy.deepcopy(model).eval().requires_grad_(False)
     rollout, sender = make_rollout(settings, tokenizer, model, dtype)
     collector = RolloutCollector(
         task=task,
         tokenizer=tokenizer,
         rollout=rollout,
         policy=model,
-        reference=reference,
         prompts=prompts,
         samples=samples,
         prompt_length=prompt_length,
@@ -352,8 +352,31 @@ def build_trainer(
             # Saved where more frames than this have passed since the last time.
             save_trainer_interval=settings.save_every * prompts * samples - 1,
         )
-    trainer.register_op("post_steps", lambda: report.end_iteration(collector.metrics))
+    reference = None
+    if settings.kl_to_ref:
+        reference = copy.deepcopy(model).eval().requires_grad_(False)
+    scores = TrainerScores(model, reference, dtype)
+    trainer.register_op("process_optim_batch", scores)
+
+    def end_iteration() -> None:
+        report.end_iteration(collector.metrics | scores.end_iteration(settings.epochs))
+
+    trainer.register_op("post_steps", end_iteration)
+    steps = settings.iterations * settings.epochs * optimiser_steps(settings, prompts * samples)
+    schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, rise_and_fall(steps))
+    LRSchedulerHook(schedule, interval="optim").register(trainer)
     return trainer
+
+
+def optimiser_steps(settings: Settings, rows: int) -> int:
+    """Optimiser steps in one epoch over `rows` responses."""
+    micro_batches = math.ceil(rows / settings.mini_batch)
+    return math.ceil(micro_batches / settings.gradient_accumulation)
+
+
+def rise_and_fall(steps: int) -> Callable[[int], float]:
+    """Learning rate at a step, as a share of the highest."""
+    return lambda step: min(1.0, (step + 1) / RISING_STEPS) * max(0.05, 1 - step / steps)
 
 
 def make_rollout(settings: Settings, tokenizer, model: PreTrainedModel, dtype: torch.dtype):

@@ -44,8 +44,8 @@ def _graded(prompt: str, answer: str) -> Problem:
 
 
 def sort(rng: random.Random) -> Problem:
-    """Sort eight digits; the reward is the share of them before the first wrong one."""
-    digits = "".join(rng.choices("0123456789", k=8))
+    """Sort six digits; the reward is the share of them before the first wrong one."""
+    digits = "".join(rng.choices("0123456789", k=6))
     return _graded(f"sort {digits}", "".join(sorted(digits)))
 
 
