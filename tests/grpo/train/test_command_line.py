@@ -72,7 +72,7 @@ def broken_reward(rng):
 
 def sometimes_long(rng):
     problem = sort(rng)
-    return problem._replace(prompt=problem.prompt * 40) if rng.random() < 0.3 else problem
+    return problem._replace(prompt=problem.prompt * 40) if rng.random() < 0.6 else problem
 
 
 def long(rng):
