@@ -11,7 +11,6 @@ import inspect
 import math
 import shutil
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -320,7 +319,8 @@ class GRPOTrainer(Trainer):
     * Logged means cover the whole optimisation loop and all ranks.
     * SIGINT (Ctrl-C) and SIGTERM end the run after the running iteration, with a checkpoint; a
       second one ends it at once. A collector that fails also leaves a checkpoint.
-    * A checkpoint holds all that the next step depends on, random number generators included.
+    * A checkpoint holds all that the next step depends on, random number generators included; of a
+      RayLLMCollector only what is in this process. Restoring one pushes the weights.
 
     Keyword Args:
         collector: yields batches, or writes to its own replay buffer and yields None.
@@ -435,6 +435,9 @@ class GRPOTrainer(Trainer):
         self.collected_frames = self._optim_count = self._last_save = 0
         self._last_log = {}
         self._saved_at: int | None = None
+        self._weight_sync_sender = weight_sync_sender
+        if isinstance(collector, RayLLMCollector):
+            _mend_ray_collector(collector)
         self._collector_is_shut_down = False
 
         modules = list(loss_module.modules()) if isinstance(loss_module, nn.Module) else []
@@ -749,8 +752,7 @@ class GRPOTrainer(Trainer):
         if self._collector_is_shut_down:
             return
         self._collector_is_shut_down = True
-        if not _is_out_of_reach(self.collector):
-            self.collector.shutdown()
+        self.collector.shutdown()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # also when __init__ raised, or at interpreter exit
@@ -806,6 +808,8 @@ class GRPOTrainer(Trainer):
         _restore_backup(Path(file))
         super().load_from_file(file, **kwargs)
         self._saved_at = self.collected_frames
+        if self._weight_sync_sender is not None:
+            self._weight_sync_sender.update_weights()
         return self
 
 
@@ -818,10 +822,21 @@ def _set_batch_size(buffer: ReplayBuffer, batch_size: int) -> None:
         buffer._batch_size = batch_size
 
 
-def _is_out_of_reach(collector: BaseCollector) -> bool:
-    """Whether a call would start Ray anew: it has been shut down, and the collector's actor too."""
-    ray = sys.modules.get("ray")
-    return isinstance(collector, RayLLMCollector) and not (ray and ray.is_initialized())
+def _mend_ray_collector(collector: RayLLMCollector) -> None:
+    """Methods that it inherits and that cannot work, or do harm, on this side of the actor."""
+    import ray
+
+    actor = collector._collector
+
+    def shutdown() -> None:
+        # Also called when the collector is collected: any call after ray.shutdown() starts Ray.
+        if ray.is_initialized():
+            ray.get(actor.shutdown.remote())
+
+    collector.shutdown = shutdown
+    # Only the actor has the environment that the inherited ones look for.
+    collector.state_dict = dict
+    collector.load_state_dict = lambda state: None
 
 
 def _restore_backup(path: Path) -> None:

@@ -184,7 +184,7 @@ def start_rollout_actor(
     model: nn.Module,
     make_rollout: Callable[[nn.Module], Callable],
     make_env: Callable[[], ProblemEnv],
-    make_advantages: Callable[[], Compose],
+    make_transforms: Callable[[], Compose],
     rows: int,
     mini_batch: int,
     samples: int,
@@ -202,7 +202,7 @@ def start_rollout_actor(
         storage=partial(LazyTensorStorage, rows),
         sampler=SamplerWithoutReplacement,
         batch_size=mini_batch,
-        transform_factory=make_advantages,
+        transform_factory=make_transforms,
         ray_init_config=config,
         remote_config={"num_cpus": BUFFER_CPUS},
     )

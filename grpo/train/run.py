@@ -8,8 +8,11 @@ import logging
 import math
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs.transforms import Compose
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.record.loggers import Logger
 from torchrl.trainers.trainers import LRSchedulerHook
@@ -26,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..losses import DAPO, CISPOLoss, GRPOLoss
 from ..trainer import GRPOTrainer
 from . import tasks
-from .collector import GROUP, RolloutCollector, TrainerScores, TrimAndWeigh, encode_prompt
+from .collector import GROUP, Rollout, RolloutCollector, TrainerScores, TrimAndWeigh, encode_prompt
 from .errors import InputError
 from .policy import PaddedPolicy
 from .report import Report
@@ -267,25 +271,19 @@ def build_loss(settings: Settings, actor: nn.Module) -> GRPOLoss:
         raise InputError(str(error).splitlines()[0]) from None
 
 
-def build_buffer(settings: Settings, rows: int) -> ReplayBuffer:
-    """Groups of responses go in and get their advantages; micro-batches come out."""
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(rows),
-        sampler=SamplerWithoutReplacement(),
-        batch_size=settings.mini_batch,
-    )
+def make_transforms(settings: Settings) -> Compose:
+    """Of the replay buffer: groups go in and get their advantages, micro-batches come out."""
     by_return = settings.keep_return_bounds is not None
-    buffer.append_transform(
+    return Compose(
         MCAdvantage(
             grpo_size=settings.group_size,
             prompt_key=GROUP,
             trajectory_return="sum" if by_return else None,
             keep_return_bounds=settings.keep_return_bounds,
             candidate_group_size=settings.candidates,
-        )
+        ),
+        TrimAndWeigh(),
     )
-    buffer.append_transform(TrimAndWeigh())
-    return buffer
 
 
 def build_trainer(
@@ -304,20 +302,32 @@ def build_trainer(
         raise InputError(f"--prompts {settings.prompts}: not a multiple of the {world} ranks")
     prompts, samples = settings.prompts // world, settings.candidates or settings.group_size
     dtype = getattr(torch, settings.dtype.value)
-    rollout, sender = make_rollout(settings, tokenizer, model, dtype)
-    collector = RolloutCollector(
-        task=task,
-        tokenizer=tokenizer,
-        rollout=rollout,
-        policy=model,
-        prompts=prompts,
-        samples=samples,
-        prompt_length=prompt_length,
-        max_new_tokens=settings.max_new_tokens,
-        importance_cap=settings.importance_cap,
-        dtype=dtype,
-        seed=seed,
-    )
+    sizes = {
+        "prompts": prompts,
+        "samples": samples,
+        "prompt_length": prompt_length,
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    if settings.ray:
+        collector, buffer, sender = start_actors(settings, tokenizer, model, task, sizes, seed)
+    else:
+        rollout, sender = make_rollout(settings, tokenizer, model)
+        collector = RolloutCollector(
+            task=task,
+            tokenizer=tokenizer,
+            rollout=rollout,
+            policy=model,
+            importance_cap=settings.importance_cap,
+            dtype=dtype,
+            seed=seed,
+            **sizes,
+        )
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(prompts * samples),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=settings.mini_batch,
+            transform=make_transforms(settings),
+        )
     actor = PaddedPolicy(
         model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
     )
@@ -330,12 +340,12 @@ def build_trainer(
         warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
         trainer = GRPOTrainer(
             collector=collector,
-            total_frames=settings.iterations * prompts * samples,
+            total_frames=sys.maxsize,  # the iterations end the run
             loss_module=loss,
             optimizer=torch.optim.AdamW(
                 model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95)
             ),
-            replay_buffer=build_buffer(settings, prompts * samples),
+            replay_buffer=buffer,
             empty_replay_buffer_on_weight_update=True,
             weight_sync_sender=sender,
             device=torch.device(settings.device),
@@ -359,7 +369,10 @@ def build_trainer(
     trainer.register_op("process_optim_batch", scores)
 
     def end_iteration() -> None:
-        report.end_iteration(collector.metrics | scores.end_iteration(settings.epochs))
+        collected = getattr(collector, "metrics", {})  # a Ray actor keeps them to itself
+        report.end_iteration(collected | scores.end_iteration(settings.epochs))
+        if len(report.rows) == settings.iterations:
+            trainer.request_stop("all iterations are done")
 
     trainer.register_op("post_steps", end_iteration)
     steps = settings.iterations * settings.epochs * optimiser_steps(settings, prompts * samples)
@@ -379,18 +392,73 @@ def rise_and_fall(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, (step + 1) / RISING_STEPS) * max(0.05, 1 - step / steps)
 
 
-def make_rollout(settings: Settings, tokenizer, model: PreTrainedModel, dtype: torch.dtype):
+def sampler_of(
+    max_new_tokens: int, end_id: int, pad_id: int, dtype: torch.dtype, model: PreTrainedModel
+) -> TransformersRollout:
+    """A rollout in the process of `model`."""
+    return TransformersRollout(
+        model, max_new_tokens=max_new_tokens, end_id=end_id, pad_id=pad_id, dtype=dtype
+    )
+
+
+def make_rollout(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> tuple[Rollout, Any]:
     """What samples responses, and what sends it new weights (None: it shares the policy's)."""
     if settings.rollout is RolloutName.vllm:
-        raise InputError("--rollout vllm: not available yet")
-    rollout = TransformersRollout(
-        model,
-        max_new_tokens=settings.max_new_tokens,
-        end_id=tokenizer.eos_token_id,
-        pad_id=tokenizer.pad_token_id,
-        dtype=dtype,
+        from .vllm_rollout import VLLMRollout
+
+        rollout = VLLMRollout(
+            model,
+            tokenizer,
+            max_new_tokens=settings.max_new_tokens,
+            dtype=settings.dtype.value,
+            seed=settings.seed,
+        )
+        return rollout, rollout
+    return make_sampler(settings, tokenizer)(model), None
+
+
+def make_sampler(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[PreTrainedModel], TransformersRollout]:
+    """Makes a rollout of a model; can be sent to another process."""
+    return partial(
+        sampler_of,
+        settings.max_new_tokens,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        getattr(torch, settings.dtype.value),
     )
-    return rollout, None
+
+
+def start_actors(
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    task: tasks.Task,
+    sizes: dict[str, int],
+    seed: int,
+) -> tuple:
+    """The Ray collector, its replay buffer, and what sends it weights."""
+    if settings.importance_cap is not None or settings.rollout is not RolloutName.transformers:
+        raise InputError("--ray: not with --importance-cap or --rollout vllm")
+    try:
+        from .ray_rollout import ProblemEnv, start_rollout_actor
+    except ImportError as error:
+        raise InputError(f"--ray: {error}; pip install ray") from None
+    return start_rollout_actor(
+        model=model,
+        make_rollout=make_sampler(settings, tokenizer),
+        make_env=partial(ProblemEnv, task, tokenizer, seed=seed, **sizes),
+        make_transforms=partial(make_transforms, settings),
+        rows=sizes["prompts"] * sizes["samples"],
+        mini_batch=settings.mini_batch,
+        samples=sizes["samples"],
+        max_new_tokens=settings.max_new_tokens,
+        seed=seed,
+        threads=settings.threads,
+    )
 
 
 def make_logger(settings: Settings, rank: int) -> Logger | None:
