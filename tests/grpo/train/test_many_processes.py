@@ -147,4 +147,4 @@ def test_a_killed_trainer_resumes(tmp_path):
     process.kill()
     process.communicate()
     finish(start("-m", "grpo.train", "--resume", tmp_path))
-    assert [int(row["iteration"]) for row in rows(tmp_path)] == list(range(1, 41))
+    assert [float(row["iteration"]) for row in rows(tmp_path)] == list(range(1, 41))
