@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/installed
 
-.PHONY: install demo test test-slow test-all bench lint wheel clean
+.PHONY: install demo test test-slow test-all bench sanitize lint wheel clean
 
 install: $(INSTALLED)
 
@@ -13,7 +13,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch setuptools wheel ninja numpy
-	$(PIP) --no-build-isolation --editable '.[bench,dev]'
+	$(PIP) --no-build-isolation --editable '.[bench,dev,ray]'
 	@$(BIN)/python -c "from grpo_kernels.backends import report; print(report())"
 	touch $@
 
@@ -30,6 +30,14 @@ test-all: test test-slow
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench
+
+# The subset search alone, under AddressSanitizer and UBSan, against enumeration.
+sanitize:
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -fsanitize=address,undefined \
+		-fno-sanitize-recover=all -Icsrc csrc/group_subset_search.cpp \
+		tests/native/group_subset_fuzz.cpp -o build/group_subset_fuzz
+	build/group_subset_fuzz 10
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

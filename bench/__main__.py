@@ -7,27 +7,10 @@ bench/results/<machine>.json; `python -m bench.report` puts them into the README
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
-import warnings
 
-from bench.figures import Figure, save, show
-
-SUITES = (
-    "policy_loss",
-    "losses",
-    "token_log_probs",
-    "linear_log_probs",
-    "training_step",
-    "group_subset",
-)
-
-
-def run_suite(suite: str, quick: bool) -> list[Figure]:
-    """All figures of one suite."""
-    warnings.filterwarnings("ignore")
-    module = importlib.import_module(f"bench.{suite}")
-    return show(module.figures(quick), quick)
+from bench.figures import save
+from bench.suites import SUITES, run_suite
 
 
 def main() -> None:

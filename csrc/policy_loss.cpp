@@ -363,7 +363,16 @@ Inputs read_inputs(
 double log1p_of(std::optional<double> bound, const OptionalTensor& tensor, double sign) {
   if (!tensor) return std::log1p(sign * bound.value());
   const double number = sign * StridedInput::of_scalar(*tensor).number();
-  return tensor->scalar_type() == ScalarType::Double ? std::log1p(number) : std::log1p(float(number));
+  switch (tensor->scalar_type()) {
+    case ScalarType::Double:
+      return std::log1p(number);
+    case ScalarType::BFloat16:
+      return torch::headeronly::BFloat16(std::log1p(float(number)));
+    case ScalarType::Half:
+      return torch::headeronly::Half(std::log1p(float(number)));
+    default:
+      return std::log1p(float(number));
+  }
 }
 
 ForwardResult policy_loss_forward(

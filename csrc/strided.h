@@ -68,7 +68,8 @@ class StridedInput {
   StridedInput() = default;
 
   explicit StridedInput(const Tensor& tensor)
-      : data_(static_cast<const char*>(tensor.const_data_ptr())),
+      : present_(true),
+        data_(static_cast<const char*>(tensor.const_data_ptr())),
         dtype_(tensor.scalar_type()),
         element_size_(tensor.element_size()),
         row_stride_(tensor.stride(0)),
@@ -76,6 +77,7 @@ class StridedInput {
 
   static StridedInput of_scalar(const Tensor& tensor) {
     StridedInput out;
+    out.present_ = true;
     out.data_ = static_cast<const char*>(tensor.const_data_ptr());
     out.dtype_ = tensor.scalar_type();
     out.element_size_ = tensor.element_size();
@@ -87,7 +89,7 @@ class StridedInput {
   }
 
   bool present() const {
-    return data_ != nullptr;
+    return present_;
   }
 
   // The one element of a scalar.
@@ -100,7 +102,7 @@ class StridedInput {
   // [begin, begin + count) of a row as contiguous T: in place where it is that, else in scratch.
   template <typename T>
   const T* read(int64_t row, int64_t begin, int64_t count, T* scratch) const {
-    if (!data_) return nullptr;
+    if (!present_) return nullptr;
     const char* start = data_ + (row * row_stride_ + begin * column_stride_) * element_size_;
     const T* out = scratch;
     with_pointer(start, dtype_, [&](const auto* from) {
@@ -120,6 +122,7 @@ class StridedInput {
   }
 
  private:
+  bool present_ = false;  // an empty tensor is present, though it has no data
   const char* data_ = nullptr;
   ScalarType dtype_ = ScalarType::Float;
   int64_t element_size_ = 0, row_stride_ = 0, column_stride_ = 0;

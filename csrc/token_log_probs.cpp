@@ -194,6 +194,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_log_probs_forward(
   return {log_probs, entropies, row_max, log_sum};
 }
 
+// Logits may be a slice of the vocabulary, tokens then count from its first and may lie outside.
 void token_log_probs_backward(
     const std::optional<Tensor>& grad_log_probs,
     const std::optional<Tensor>& grad_entropy,
@@ -230,20 +231,25 @@ void token_log_probs_backward(
       const RowSummary summary = {max_of[row], log_sum_of[row], entropy_of[row]};
       const RowGradient outer = {log_prob_slope[row], entropy_slope[row]};
 
-      const int64_t token = selection.tokens[row] * type.bytes;
-      double logit = type.read(at + token), derivative = scale.inverse_temperature;
-      if (softcap != 0) {
-        const double tanh_logit = std::tanh(logit / softcap);
-        logit = softcap * tanh_logit;
-        derivative *= 1 - tanh_logit * tanh_logit;
+      // The token's own logit is read first: grad may lie over the logits.
+      const int64_t token = selection.tokens[row];
+      const bool inside = token >= 0 && token < vocab;
+      double on_token = 0;
+      if (inside) {
+        double logit = type.read(at + token * type.bytes), derivative = scale.inverse_temperature;
+        if (softcap != 0) {
+          const double tanh_logit = std::tanh(logit / softcap);
+          logit = softcap * tanh_logit;
+          derivative *= 1 - tanh_logit * tanh_logit;
+        }
+        const double log_p = (logit - summary.max) * scale.inverse_temperature - summary.log_sum;
+        const double p = std::exp(log_p);
+        const double slope =
+            p == 0 ? 0 : p * (outer.log_prob + outer.entropy * (log_p + summary.entropy));
+        on_token = (outer.log_prob - slope) * derivative;
       }
-      const double log_p = (logit - summary.max) * scale.inverse_temperature - summary.log_sum;
-      const double p = std::exp(log_p);
-      const double slope =
-          p == 0 ? 0 : p * (outer.log_prob + outer.entropy * (log_p + summary.entropy));
-
       type.differentiate(at, grad, vocab, scale, summary, outer);
-      type.write(grad + token, (outer.log_prob - slope) * derivative);
+      if (inside) type.write(grad + token * type.bytes, on_token);
     }
   });
 }

@@ -9,6 +9,9 @@ from .losses import (
     GRPOLossOutput,
     LLMLossOutput,
 )
+from .mc_advantage import MCAdvantage
+from .ray_mc_advantage import RayMCAdvantage
+from .selector import MCAdvantageSelector
 from .trainer import GRPOTrainer
 
 __all__ = [
@@ -20,4 +23,7 @@ __all__ = [
     "GRPOLossOutput",
     "GRPOTrainer",
     "LLMLossOutput",
+    "MCAdvantage",
+    "MCAdvantageSelector",
+    "RayMCAdvantage",
 ]

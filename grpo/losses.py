@@ -40,6 +40,7 @@ from grpo_kernels.policy_loss.options import (
     PolicyLossOptions,
     Semantics,
     check_choice,
+    compute_dtype,
 )
 
 from .actor import find_linear_head, plan_model_call, reason_not_direct, score_directly
@@ -379,9 +380,9 @@ class GRPOLoss(LossModule):
         by_strategy = getattr(actor, f"_get_{self.masking_strategy}_dist", None)
         if by_strategy is not None:
             return by_strategy(tensordict)
-        if isinstance(
-            actor, (ProbabilisticTensorDictSequential, ProbabilisticTensorDictModule)
-        ) or hasattr(actor, "get_dist"):
+        if isinstance(actor, (ProbabilisticTensorDictSequential, ProbabilisticTensorDictModule)):
+            return actor.get_dist(tensordict)  # unlike a wrapper's, it takes no logits_key
+        if hasattr(actor, "get_dist"):
             return actor.get_dist(tensordict, logits_key="logits")
         raise NotImplementedError(
             f"actor_network must have get_dist or _get_{self.masking_strategy}_dist (for "
@@ -424,7 +425,10 @@ class GRPOLoss(LossModule):
         entropy = mean_entropy = None
         if self.entropy_bonus:
             entropy = self._get_entropy(dist, log_probs.shape).squeeze(-1)
-            mean_entropy = entropy.detach().mean()
+            counted = entropy.detach()
+            if mask is not None:  # a finite pad counts, as in TorchRL; NaN in a pad does not
+                counted = torch.where(mask | counted.isfinite(), counted, 0.0)
+            mean_entropy = eager.position_mean(counted.to(compute_dtype(log_probs)))
         return Scores(log_probs, entropy, mask, mean_entropy)
 
     def _get_entropy(self, dist: Distribution, adv_shape: torch.Size) -> Tensor:

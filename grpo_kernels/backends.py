@@ -80,13 +80,18 @@ def check_backend_name(backend: str) -> None:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
 
 
+@torch.compiler.assume_constant_result  # torch.compile cannot trace a ContextVar
+def _preferred_backend() -> str:
+    return _preferred.get()
+
+
 def resolve_backend(backend: str, device: torch.device) -> str:
     """The backend that runs for tensors on `device`: "triton", "cpu" or "eager".
 
     Raises ValueError for an unknown name, RuntimeError for a named backend that cannot run.
     """
     if backend == "auto":
-        backend = _preferred.get()
+        backend = _preferred_backend()
     if backend == "auto":
         device_type = device.type
         if device_type == "cpu":

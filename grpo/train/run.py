@@ -22,12 +22,12 @@ from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
-from torchrl.objectives.llm import MCAdvantage
 from torchrl.record.loggers import Logger
 from torchrl.trainers.trainers import LRSchedulerHook
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..losses import DAPO, CISPOLoss, GRPOLoss
+from ..mc_advantage import MCAdvantage
 from ..trainer import GRPOTrainer
 from . import tasks
 from .collector import GROUP, Rollout, RolloutCollector, TrainerScores, TrimAndWeigh, encode_prompt

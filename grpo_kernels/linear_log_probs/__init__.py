@@ -97,6 +97,8 @@ def linear_log_probs(
     )
     backend = resolve_backend(backend, hidden.device)
     if torch.compiler.is_compiling():
+        if temperatures is None:  # as a number it would be compiled in, each value anew
+            temperatures = temperature * torch.ones((), dtype=torch.float64, device=weight.device)
         log_probs, entropies, _, _ = linear_log_probs_op(
             hidden,
             weight,
@@ -104,7 +106,7 @@ def linear_log_probs(
             tokens,
             mask,
             temperatures,
-            1.0 if temperatures is not None else float(temperature),
+            1.0,
             entropy,
             float(logit_softcap or 0),
             workspace_mib,

@@ -1,8 +1,10 @@
-"""Chunks of rows through the output layer, for every backend.
+"""The output layer a chunk of logits at a time, for every backend.
 
-A chunk's logits live in one workspace: the library's matmul writes them, token_log_probs' kernel
-reads them. Backward computes them again, turns them into their gradient in place, and multiplies
-that into the gradients of hidden and weight.
+Forward takes chunks of rows: the library's matmul writes their logits to the workspace and
+token_log_probs' kernel reads them. Backward takes chunks of the vocabulary: the row's maximum and
+log-sum being known, any of its logits has its gradient from itself alone. So it computes a chunk's
+logits again, turns them into their gradient in place, and has that chunk of the weight's gradient
+from one matmul; only the gradient of hidden is a sum over chunks.
 """
 
 from __future__ import annotations
@@ -14,27 +16,31 @@ from torch import Tensor
 
 from ..token_log_probs.op import implementation
 
-# At least so many chunks, of at least so many rows: the workspace is a small part of the logits
-# however few they are, and the matmuls stay efficient.
-MIN_CHUNKS = 5
-MIN_CHUNK_ROWS = 64
-# Rows of a 16-bit weight gradient that are computed in 16 bits before they are added in 32.
-WEIGHT_SLICE_BYTES = 2**24
+# The workspace is at most about this part of the logits, however few they are.
+WORKSPACE_PART = 5
+# Rows and vocabulary entries below which a matmul is slow.
+MIN_ROWS = 64
+MIN_VOCAB = 512
 
 
-def _chunk_rows(rows: int, weight: Tensor, workspace_mib: int) -> int:
-    row_bytes = weight.shape[0] * weight.element_size()
-    wanted = max(MIN_CHUNK_ROWS, -(-rows // MIN_CHUNKS))
-    return max(1, min(rows, wanted, workspace_mib * 2**20 // row_bytes))
+def _chunks(total: int, least: int, bytes_each: int, workspace_mib: int) -> Iterator[slice]:
+    """Slices of `total` entries, each of `bytes_each` bytes, that fit the workspace."""
+    wanted = max(least, -(-total // WORKSPACE_PART))
+    step = max(1, min(wanted, workspace_mib * 2**20 // bytes_each))
+    for begin in range(0, total, step):
+        yield slice(begin, min(begin + step, total))
 
 
-def _chunks(rows: int, weight: Tensor, workspace_mib: int) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of rows, each with the workspace for its logits."""
-    step = _chunk_rows(rows, weight, workspace_mib)
-    workspace = weight.new_empty((step, weight.shape[0]))
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        yield slice(begin, end), workspace[: end - begin]
+class _Workspace:
+    """Memory for one chunk of logits at a time, taken anew only to grow."""
+
+    def __init__(self, like: Tensor):
+        self.memory = like.new_empty(0)
+
+    def logits(self, rows: int, vocab: int) -> Tensor:
+        if self.memory.numel() < rows * vocab:
+            self.memory = self.memory.new_empty(rows * vocab)
+        return self.memory[: rows * vocab].view(rows, vocab)
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
@@ -54,13 +60,6 @@ def _valid_rows(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.device.type != "cpu" or mask.all():
         return None
     return mask.nonzero().squeeze(-1)
-
-
-def _zero_masked(hidden: Tensor, mask: Tensor | None, rows: slice) -> Tensor:
-    """hidden[rows] with zeros at masked rows, whose NaN would spoil the weight's gradient."""
-    if mask is None:
-        return hidden[rows]
-    return hidden[rows].where(mask[rows].unsqueeze(-1), 0)
 
 
 def forward(
@@ -102,7 +101,10 @@ def forward(
         torch.empty(tokens.shape, dtype=dtype, device=weight.device) for _ in range(3)
     )
     entropies = torch.empty_like(log_probs) if entropy else None
-    for rows, logits in _chunks(len(tokens), weight, workspace_mib):
+    workspace = _Workspace(weight)
+    row_bytes = weight.shape[0] * weight.element_size()
+    for rows in _chunks(len(tokens), MIN_ROWS, row_bytes, workspace_mib):
+        logits = workspace.logits(rows.stop - rows.start, weight.shape[0])
         _project(hidden[rows], weight, bias, logits)
         scores = kernel.forward(
             logits.unsqueeze(0),
@@ -112,30 +114,20 @@ def forward(
             entropy,
             logit_softcap,
         )
-        for whole, part in zip((log_probs, entropies, row_max, log_sum), scores):
+        for whole, part in zip((log_probs, entropies, row_max, log_sum), scores, strict=True):
             if whole is not None:
                 whole[rows] = part.squeeze(0)
     return log_probs, entropies, row_max, log_sum
 
 
-def _add_weight_gradient(total: Tensor, grad_logits: Tensor, hidden: Tensor, first: bool) -> None:
-    """total = [0 if first else total] + grad_logits^T hidden, accumulated in total's dtype."""
-    beta = 0 if first else 1
-    if total.dtype == hidden.dtype:
-        torch.addmm(total, grad_logits.t(), hidden, beta=beta, out=total)
-        return
-    if total.device.type == "cuda":
-        torch.ops.aten.addmm.dtype_out(
-            total, grad_logits.t(), hidden, total.dtype, beta=beta, out=total
-        )
-        return
-    step = max(1, WEIGHT_SLICE_BYTES // (hidden.shape[1] * hidden.element_size()))
-    for begin in range(0, len(total), step):
-        part = torch.mm(grad_logits[:, begin : begin + step].t(), hidden)
-        if first:
-            total[begin : begin + step] = part
-        else:
-            total[begin : begin + step] += part
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total may be wider than a and b."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.device.type == "cuda":
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        total += torch.mm(a, b)
 
 
 def backward(
@@ -177,39 +169,38 @@ def backward(
         return grad_hidden, grad_weight, grad_bias
     kernel = implementation(backend)
     needs_hidden, needs_weight, needs_bias = needs
+    if mask is not None:
+        # NaN in a masked row would spoil the weight's gradient: 0 * NaN is NaN.
+        hidden = hidden.where(mask.unsqueeze(-1), 0)
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    # One chunk needs no wider sum than the matmul's own.
-    one_chunk = len(tokens) <= _chunk_rows(len(tokens), weight, workspace_mib)
-    sum_dtype = weight.dtype if one_chunk else wide
-    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_weight = torch.empty_like(weight, dtype=sum_dtype) if needs_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-    if needs_weight and len(tokens) == 0:
-        grad_weight.zero_()
-    for rows, logits in _chunks(len(tokens), weight, workspace_mib):
-        chunk_hidden = _zero_masked(hidden, mask, rows)
-        _project(chunk_hidden, weight, bias, logits)
+    grad_hidden = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
+    grad_weight = torch.empty_like(weight) if needs_weight else None
+    grad_bias = torch.empty_like(bias) if needs_bias else None
+    workspace = _Workspace(weight)
+    column_bytes = max(1, len(tokens)) * weight.element_size()
+    every_row = slice(None)
+    for vocab in _chunks(weight.shape[0], MIN_VOCAB, column_bytes, workspace_mib):
+        logits = workspace.logits(len(tokens), vocab.stop - vocab.start)
+        _project(hidden, weight[vocab], None if bias is None else bias[vocab], logits)
         kernel.backward(
-            _row(grad_log_probs, rows),
-            _row(grad_entropy, rows),
+            _row(grad_log_probs, every_row),
+            _row(grad_entropy, every_row),
             logits.unsqueeze(0),
-            _row(tokens, rows),
-            _row(mask, rows),
-            _row(temperature, rows) if isinstance(temperature, Tensor) else temperature,
+            _row(tokens - vocab.start, every_row),
+            _row(mask, every_row),
+            _row(temperature, every_row) if isinstance(temperature, Tensor) else temperature,
             logit_softcap,
-            _row(entropy, rows),
-            _row(row_max, rows),
-            _row(log_sum, rows),
+            _row(entropy, every_row),
+            _row(row_max, every_row),
+            _row(log_sum, every_row),
             logits.unsqueeze(0),
         )
         if needs_hidden:
-            torch.mm(logits, weight, out=grad_hidden[rows])
+            _add_matmul(grad_hidden, logits, weight[vocab])
         if needs_weight:
-            _add_weight_gradient(grad_weight, logits, chunk_hidden, first=rows.start == 0)
+            torch.mm(logits.t(), hidden, out=grad_weight[vocab])
         if needs_bias:
-            grad_bias += logits.sum(0, dtype=wide)
-    return (
-        grad_hidden,
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None else grad_bias.to(bias.dtype),
-    )
+            grad_bias[vocab] = logits.sum(0, dtype=wide)
+    if needs_hidden:
+        grad_hidden = grad_hidden.to(hidden.dtype)
+    return grad_hidden, grad_weight, grad_bias

@@ -249,7 +249,7 @@ def _backward(ctx: FunctionCtx, grad_log_probs, grad_entropy, *_):
         *needs,
         *ctx.options,
     )
-    return *(grad if need else None for grad, need in zip(grads, needs)), *(None,) * 8
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), *(None,) * 8
 
 
 def _double_backward(ctx: FunctionCtx, *_):

@@ -190,11 +190,12 @@ def select_tokens(
 ) -> MaskedInputs:
     """Select before anything is computed: whatever a masked slot holds goes no further."""
     dtype = compute_dtype(log_probs)
+    old_log_probs = old_log_probs.to(dtype)
     valid = old_log_probs.isfinite()
     if mask is not None:
         valid = valid & mask
     log_probs = torch.where(valid, log_probs.to(dtype), 0.0)
-    log_ratio = log_probs - torch.where(valid, old_log_probs.to(dtype), 0.0)
+    log_ratio = log_probs - torch.where(valid, old_log_probs, 0.0)
     trained = valid
     if options.kl_mask_threshold is not None:
         divergence = 0.5 * log_ratio.square()
@@ -295,7 +296,8 @@ def forward(
         if options.aggregation == "none":
             return value
         total = (value.sum(-1, dtype=torch.float64) * weights).sum().to(value.dtype)
-        return total.reshape(objective_shape(log_probs, options))
+        # A copy: a view may not be changed in place once autograd.Function returns it.
+        return total.reshape(objective_shape(log_probs, options)).clone()
 
     tokens = trained_tokens(inputs, advantages, options.log_ratio_cap)
     bounds = clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)

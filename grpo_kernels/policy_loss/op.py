@@ -85,9 +85,9 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "policy_loss_backward(Tensor? objective, Tensor? kl_to_ref, Tensor? kl_to_inference, "
-    f"Tensor? entropy_loss, {_INPUTS_SCHEMA}, str backend, Tensor row_weights, "
-    "bool wants_log_probs, bool wants_ref_log_probs, bool wants_entropy) "
+    "policy_loss_backward(Tensor? grad_objective, Tensor? grad_kl_to_ref, "
+    f"Tensor? grad_kl_to_inference, Tensor? grad_entropy, {_INPUTS_SCHEMA}, str backend, "
+    "Tensor row_weights, bool wants_log_probs, bool wants_ref_log_probs, bool wants_entropy) "
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -149,7 +149,11 @@ def _policy_loss_backward_fake(*args) -> tuple[Tensor, Tensor, Tensor]:
 
 def _save_for_backward(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    *_, row_weights = output
+    *terms, row_weights = output
+    options = PolicyLossOptions.unflatten(inputs[_INPUTS:-1])
+    present = present_terms(options, inputs[4], inputs[5])
+    without_gradient = [loss for loss, there in zip(terms[:4], present, strict=False) if not there]
+    ctx.mark_non_differentiable(*without_gradient, *terms[4:], row_weights)
     tensors = (*inputs, row_weights)
     ctx.is_tensor = [isinstance(value, Tensor) for value in tensors]
     ctx.save_for_backward(*[value for value in tensors if isinstance(value, Tensor)])

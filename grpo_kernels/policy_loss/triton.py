@@ -26,10 +26,9 @@ from .options import (
     present_terms,
 )
 
-SMALL_BLOCK, BLOCK = 128, 1024  # tokens a program: of BLOCK two 16-byte fp32 loads a thread
-NUM_WARPS = {SMALL_BLOCK: 1, BLOCK: 4}
-# ptxas would spill for the sake of occupancy; the kernels need 103 registers at most.
-REGISTER_CAP = {} if torch.version.cuda is None else {"maxnreg": 128}
+SMALL_BLOCK, BLOCK = 128, 1024  # tokens a program: of BLOCK 8 a thread, 16 bytes of bf16
+# ptxas would spill for the sake of occupancy; but for fp64 no form needs more.
+MAX_REGISTERS = 128
 MERGE = 128  # programs whose sums are merged at a time: one a thread of the larger block
 
 # Rows of the [sums, programs] buffer.
@@ -59,8 +58,15 @@ def _number(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def _log_bound(bound, SIGN: tl.constexpr, DTYPE: tl.constexpr):
-    """log(1 + SIGN * bound)."""
-    return tl.log(1 + SIGN * _number(bound, DTYPE))
+    """log(1 + SIGN * bound); a tensor's in its own precision, as a scheduled buffer is compared."""
+    bound = tl.to_tensor(bound)
+    if bound.dtype.is_ptr():
+        bound = tl.load(bound)
+    OWN: tl.constexpr = bound.dtype
+    bound = SIGN * bound.to(tl.float64 if tl.float64 == OWN else tl.float32)
+    total = 1 + bound
+    log1p = tl.log(total) + (bound - (total - 1)) / total  # what the sum rounded off
+    return tl.where(total == float("inf"), total, log1p).to(OWN).to(DTYPE)
 
 
 @triton.jit
@@ -682,6 +688,13 @@ def _finished_counter(device: torch.device) -> Tensor:
     return counter
 
 
+def num_warps(block: int, hip: bool) -> int:
+    """8 tokens a thread of BLOCK; a warp has 32 lanes, or 64 with HIP."""
+    if block == SMALL_BLOCK:
+        return 1
+    return 2 if hip else 4
+
+
 def _launch(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int, int, dict]:
     """Programs, segments a row, and the constants of the forward and backward kernels."""
     rows, columns = log_probs.shape
@@ -694,9 +707,10 @@ def _launch(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int, int, di
         "TORCHRL": torchrl,
         "DTYPE": tl.float64 if log_probs.dtype == torch.float64 else tl.float32,
         "BLOCK": block,
-        "num_warps": NUM_WARPS[block],
-        **REGISTER_CAP,
+        "num_warps": num_warps(block, hip=torch.version.hip is not None),
     }
+    if torch.version.cuda is not None and log_probs.dtype != torch.float64:
+        constants["maxnreg"] = MAX_REGISTERS
     return rows * segments, segments, constants
 
 

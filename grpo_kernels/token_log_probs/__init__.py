@@ -42,15 +42,15 @@ def check_scale(
     if isinstance(temperature, Tensor):
         if temperature.requires_grad:
             raise ValueError("temperature is not differentiable, got a tensor that requires grad")
-        dims = zip(reversed(temperature.shape), reversed(shape))
+        dims = zip(reversed(temperature.shape), reversed(shape), strict=False)
         if temperature.dim() > len(shape) or any(size not in (1, of) for size, of in dims):
             raise ValueError(
                 f"temperature must be a number or broadcast to the shape of tokens, "
                 f"{tuple(shape)}, got shape {tuple(temperature.shape)}"
             )
-    elif not (temperature > 0 and math.isfinite(temperature)):
+    elif not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
-    if logit_softcap is not None and not (logit_softcap > 0 and math.isfinite(logit_softcap)):
+    if logit_softcap is not None and not 0 < logit_softcap < math.inf:
         raise ValueError(f"logit_softcap must be None or positive and finite, got {logit_softcap}")
 
 
@@ -111,12 +111,14 @@ def token_log_probs(
     check_devices(logits=logits, tokens=tokens, mask=mask, temperature=temperatures)
     backend = resolve_backend(backend, logits.device)
     if torch.compiler.is_compiling():
+        if temperatures is None:  # as a number it would be compiled in, each value anew
+            temperatures = temperature * torch.ones((), dtype=torch.float64, device=logits.device)
         log_probs, entropies, _, _ = token_log_probs_op(
             logits,
             tokens,
             mask,
             temperatures,
-            1.0 if temperatures is not None else float(temperature),
+            1.0,
             entropy,
             float(logit_softcap or 0),
             backend,

@@ -59,7 +59,9 @@ def forward(
     """log_probs, entropy, max(c) and log sum e^z, each [B, T], of logits [B, T, V]."""
     batch, columns, vocab = logits.shape
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    log_probs, entropies, row_max, log_sum = logits.new_empty((4, batch, columns), dtype=dtype)
+    log_probs, entropies, row_max, log_sum = (
+        logits.new_empty((batch, columns), dtype=dtype) for _ in range(4)
+    )
     tokens, in_range = _checked_tokens(tokens, mask, vocab)
     for rows in _row_chunks(logits):
         c = logits[rows].to(dtype)
@@ -76,7 +78,8 @@ def forward(
             p = log_p.exp()
             # Where p is 0, log p may be -inf and their product NaN.
             entropies[rows] = -(p * log_p).masked_fill_(p == 0, 0).sum(-1)
-    log_probs = log_probs.where(in_range, torch.nan)
+    # A GPU does not raise for a token out of range: its row and its gradient become NaN.
+    log_probs, log_sum = log_probs.where(in_range, torch.nan), log_sum.where(in_range, torch.nan)
     if mask is not None:
         log_probs, entropies, row_max, log_sum = (
             row.where(mask, 0) for row in (log_probs, entropies, row_max, log_sum)
@@ -97,8 +100,12 @@ def backward(
     log_sum: Tensor,
     grad_logits: Tensor,
 ) -> None:
-    """Write the gradient of logits into `grad_logits`, which may be `logits` itself."""
-    tokens, in_range = _checked_tokens(tokens, mask, logits.shape[-1])
+    """Write the gradient of logits into `grad_logits`, which may be `logits` itself.
+
+    `logits` may be a slice of the vocabulary, its tokens counted from the slice's first.
+    """
+    inside = (tokens >= 0) & (tokens < logits.shape[-1])
+    tokens = tokens.where(inside, 0)
     for rows in _row_chunks(logits):
         c = logits[rows].to(row_max.dtype)
         if mask is not None:
@@ -117,8 +124,8 @@ def backward(
         # Where p is 0, log p may be -inf and their product NaN.
         grad_z = (grad_z * p).masked_fill_(p == 0, 0)
         if grad_log_probs is not None:
-            on_token = grad_log_probs[rows].where(in_range[rows], torch.nan).unsqueeze(-1)
-            grad_z.scatter_add_(-1, tokens[rows].unsqueeze(-1), on_token)
+            on_token = grad_log_probs[rows].where(inside[rows], 0)
+            grad_z.scatter_add_(-1, tokens[rows].unsqueeze(-1), on_token.unsqueeze(-1))
         grad = grad_z * inverse
         if logit_softcap is not None:
             grad *= 1 - (c / logit_softcap) ** 2

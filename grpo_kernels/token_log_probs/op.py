@@ -33,10 +33,23 @@ def as_rows(logits: Tensor) -> Tensor:
     return logits.reshape((1,) * (3 - logits.dim()) + logits.shape)
 
 
+def _rows_share_memory(rows: Tensor) -> bool:
+    """Whether any two rows of [B, T, V] may overlap."""
+    end = rows.shape[2]
+    for stride, size in sorted(zip(rows.stride()[:2], rows.shape[:2], strict=True)):
+        if size > 1:
+            if stride < end:
+                return True
+            end += (size - 1) * stride
+    return False
+
+
 def new_grad(rows: Tensor) -> Tensor:
     """An empty gradient, its rows aligned like the logits' unless that wastes memory."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(rows.shape, rows.stride()))
-    if rows.numel() <= span <= 1.25 * rows.numel():
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(rows.shape, rows.stride(), strict=True)
+    )
+    if span <= 1.25 * rows.numel() and not _rows_share_memory(rows):
         return torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
     return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
@@ -89,9 +102,7 @@ class TokenLogProbs(torch.autograd.Function):
         backend: str,
     ):
         rows = as_rows(logits)
-        if overwrite_logits and any(
-            stride == 0 and size > 1 for size, stride in zip(rows.shape, rows.stride())
-        ):
+        if overwrite_logits and _rows_share_memory(rows):
             raise ValueError(
                 "overwrite_logits needs logits whose rows do not share memory, got strides "
                 f"{tuple(logits.stride())} for shape {tuple(logits.shape)}"

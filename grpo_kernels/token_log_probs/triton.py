@@ -138,12 +138,13 @@ def _store_scores(
     vocab,
     softcap: tl.constexpr,
 ):
-    log_sum = tl.log(s)
     token = tl.load(tokens_ptr + row)
     in_range = (token >= 0) & (token < vocab)
+    # A token out of range makes the row NaN and, through the saved sum, its gradient.
+    log_sum = tl.where(in_range, tl.log(s), float("nan"))
     logit = tl.load(logits_ptr + begin + tl.where(in_range, token, 0)).to(m.dtype)
     log_prob = (_capped(logit, softcap) - m) * inverse_temperature - log_sum
-    tl.store(log_probs_ptr + row, tl.where(in_range, log_prob, float("nan")))
+    tl.store(log_probs_ptr + row, log_prob)
     tl.store(max_ptr + row, m)
     tl.store(log_sum_ptr + row, log_sum)
     if entropy_ptr is not None:
@@ -392,8 +393,6 @@ def backward_kernel(
     if log_prob_slope_ptr is not None:
         at = _row_begin(row, columns, log_prob_slope_batch_stride, log_prob_slope_column_stride, 0)
         log_prob_slope = tl.load(log_prob_slope_ptr + at)
-        in_range = (token >= 0) & (token < vocab)
-        log_prob_slope = tl.where(in_range, log_prob_slope, float("nan"))
     if entropy_slope_ptr is not None:
         at = _row_begin(row, columns, entropy_slope_batch_stride, entropy_slope_column_stride, 0)
         entropy_slope = tl.load(entropy_slope_ptr + at)
@@ -424,7 +423,7 @@ def backward_kernel(
         grad_middle = grad_middle // VECTOR * VECTOR
     lead = (middle - begin).to(tl.int32)
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    for tile in tl.static_range(TILES):
+    for tile in range(TILES):
         position = (chunk * TILES + tile) * TILE + lane
         inside = position < length
         x = tl.load(logits_ptr + middle + position, mask=inside & valid, other=0.0)
@@ -538,7 +537,7 @@ def backward(
     log_sum: Tensor,
     grad_logits: Tensor,
 ) -> None:
-    """As eager.backward, but a token out of range gives NaN."""
+    """As eager.backward."""
     batch, columns, vocab = logits.shape
     rows = batch * columns
     if rows == 0:
@@ -549,7 +548,9 @@ def backward(
     same_alignment = all(
         (a - b) % vector == 0
         for a, b in zip(
-            (first_element, *logits.stride()[:2]), (grad_first_element, *grad_logits.stride()[:2])
+            (first_element, *logits.stride()[:2]),
+            (grad_first_element, *grad_logits.stride()[:2]),
+            strict=True,
         )
     )
     temperature_ptr, temperature_stride, inverse = _temperature_arguments(temperature, logits)
