@@ -40,7 +40,6 @@ from torchrl.trainers.trainers import (
     OptimizationStepper,
     UpdateWeights,
 )
-from tqdm import tqdm
 
 from .losses import GRPOLoss
 from .normalisation import StepScales, count_tokens, metric_weight, step_scales
@@ -660,6 +659,8 @@ class GRPOTrainer(Trainer):
     def train(self) -> None:
         """Collect and train until `total_frames`, a requested stop, or the collector's end."""
         if self.progress_bar:
+            from tqdm import tqdm  # the base class has seen that it is there
+
             self._pbar = tqdm(total=self.total_frames, initial=self.collected_frames)
             self._pbar_str = {}
         with self._stop_on_signals():

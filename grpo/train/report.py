@@ -29,6 +29,7 @@ SHOWN = (
 # Phases of a run, as timed by `timeit`.
 PHASES = {
     "warm-up": "warm-up",
+    "engine start": "engine start",
     "rollout": "rollout",
     "reward": "reward",
     "rescore": "rescoring",
@@ -37,6 +38,7 @@ PHASES = {
     "optimizer": "optimiser",
     "hook/update_weights": "weight sync",
 }
+BEFORE_THE_FIRST_ITERATION = ("warm-up", "engine start")
 CURVES = (
     ("reward", ("reward_mean", "solved")),
     ("loss", ("loss_objective",)),
@@ -139,7 +141,7 @@ class Report:
         row |= {
             f"seconds/{phase}": spent.get(timer, 0.0)
             for timer, phase in PHASES.items()
-            if timer != "warm-up"
+            if phase not in BEFORE_THE_FIRST_ITERATION
         }
         if self.also is not None:
             for name, value in metrics.items():

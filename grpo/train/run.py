@@ -309,9 +309,11 @@ def build_trainer(
         "max_new_tokens": settings.max_new_tokens,
     }
     if settings.ray:
-        collector, buffer, sender = start_actors(settings, tokenizer, model, task, sizes, seed)
+        with timeit("engine start"):
+            collector, buffer, sender = start_actors(settings, tokenizer, model, task, sizes, seed)
     else:
-        rollout, sender = make_rollout(settings, tokenizer, model)
+        with timeit("engine start"):
+            rollout, sender = make_rollout(settings, tokenizer, model)
         collector = RolloutCollector(
             task=task,
             tokenizer=tokenizer,
@@ -495,9 +497,9 @@ def load_checkpoint(trainer: GRPOTrainer, settings: Settings) -> None:
 
 
 def is_lost_contact(error: Exception) -> bool:
-    """Whether an actor or another rank is gone, rather than something being wrong here."""
+    """Whether an actor, engine or rank is gone, rather than something being wrong here."""
     names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"RayError", "DistError"}:
+    if names & {"RayError", "DistError", "EngineDeadError"}:
         return True
     return "Connection closed by peer" in str(error) or "Connection reset" in str(error)
 

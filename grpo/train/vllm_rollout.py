@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from .errors import InputError
 from .rollout import Responses
 
-# Two GiB less than vLLM's own choice on a CPU; a prompt and a response are short.
+# Of the keys and values of running requests, where vLLM would take a share of all memory.
 CPU_CACHE_GIB = "1"
 
 
@@ -35,6 +36,10 @@ class VLLMRollout:
         on_cpu = next(model.parameters()).device.type == "cpu"
         if on_cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GIB)
+        # The engine's processes would draw bars and print notes at each new set of weights.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        disable_progress_bar()
         try:
             from vllm import LLM
         except ImportError as error:
@@ -54,6 +59,7 @@ class VLLMRollout:
             seed=seed,
             max_model_len=model.config.max_position_embeddings,
             enforce_eager=on_cpu,
+            use_tqdm_on_load=False,
             **({} if on_cpu else {"gpu_memory_utilization": 0.4}),  # the trainer needs the rest
         )
 
