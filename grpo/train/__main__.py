@@ -66,8 +66,8 @@ def train(
         int | None,
         Option(
             min=0,
-            help="Supervised steps on right answers first. [default: 40 for the built-in model, "
-            "else 0]",
+            help="Supervised steps on right answers first. (Default: 40 for the built-in model, "
+            "else 0.)",
             rich_help_panel=WHAT,
         ),
     ] = None,
@@ -85,7 +85,7 @@ def train(
     clip_high: Annotated[
         float | None,
         Option(
-            help="The ratio is held below 1 + this. [default: 0.2; dapo: 0.28]",
+            help="The ratio is held below 1 + this. (Default: 0.2; dapo: 0.28.)",
             rich_help_panel=LOSS,
         ),
     ] = None,
@@ -122,7 +122,7 @@ def train(
         int | None,
         Option(
             help="Responses sampled per prompt, of which the group is selected. "
-            "[default: group size]",
+            "(Default: group size.)",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
