@@ -68,10 +68,10 @@ def show(figures: Iterable[Figure], quick: bool = False) -> list[Figure]:
     return shown
 
 
-def save(suites: dict[str, list[Figure]]) -> Path:
+def save(suites: dict[str, list[Figure]], folder: Path = RESULTS) -> Path:
     """Write the machine's results, keeping suites that were not run again."""
-    path = RESULTS / f"{machine_name()}.json"
-    RESULTS.mkdir(exist_ok=True)
+    path = folder / f"{machine_name()}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     stored = json.loads(path.read_text()) if path.exists() else {"suites": {}}
     stored["torch"] = torch.__version__
     stored["processor"] = processor()
@@ -83,7 +83,9 @@ def save(suites: dict[str, list[Figure]]) -> Path:
 
 
 def processor() -> str:
-    """The processor's name, as the system tells it."""
+    """The GPU's name where there is one, else the processor's, as the system tells it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -29,7 +29,8 @@ Choice choose() {
   const char* asked = std::getenv("GRPO_KERNELS_CPU");
   const auto allowed = [&](const char* name) { return !asked || !*asked || !std::strcmp(asked, name); };
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") &&
+      __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl");

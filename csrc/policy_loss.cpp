@@ -97,6 +97,8 @@ struct Arguments {
         T(std::exp(log_high)),
         T(log_low),
         T(log_high),
+        std::isnan(log_low + log_high) ? std::numeric_limits<T>::quiet_NaN() : T(0),
+        kl_mask_threshold.has_value(),
         T(kl_mask_threshold.value_or(infinity)),
         T(log_ratio_cap.value_or(infinity)),
         T(kl_to_ref_coeff.value_or(0)),
@@ -129,14 +131,14 @@ Totals merge(const std::vector<PolicyLossSums>& runs, int64_t rows) {
   const int64_t runs_per_row = rows ? int64_t(runs.size()) / rows : 0;
   double base = -std::numeric_limits<double>::infinity();
   for (const auto& run : runs)
-    if (run.trained) base = std::max(base, run.ess_base);
+    if (run.ess_weights != 0) base = std::max(base, run.ess_base);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t run = 0; run < runs_per_row; ++run)
       add(totals.rows[row], runs[row * runs_per_row + run]);
     add(totals.all, totals.rows[row]);
   }
   for (const auto& run : runs) {
-    if (!run.trained) continue;
+    if (run.ess_weights == 0) continue;
     const double scale = std::exp(run.ess_base - base);
     totals.all.ess_weights += run.ess_weights * scale;
     totals.all.ess_squares += run.ess_squares * scale * scale;
@@ -180,7 +182,7 @@ Tensor scalar(double value, bool as_vector) {
 using ForwardResult = std::tuple<
     Tensor, OptionalTensor, OptionalTensor, OptionalTensor,  // losses
     Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor,  // metrics
-    Tensor>;  // row weights
+    Tensor>;  // what the backward needs
 
 template <typename T>
 ForwardResult forward(
@@ -223,8 +225,11 @@ ForwardResult forward(
   const Totals totals = merge(runs, in.rows);
   const PolicyLossSums& all = totals.all;
 
-  Tensor weights = empty<2>({in.rows, 2}, dtype_of<T>);
-  T* row_weights = static_cast<T*>(weights.mutable_data_ptr());
+  // Row weights and, last, the bounds as they are: a scheduled one may move before the backward.
+  Tensor saved = empty<2>({in.rows + 1, 2}, dtype_of<T>);
+  T* row_weights = static_cast<T*>(saved.mutable_data_ptr());
+  row_weights[2 * in.rows] = options.log_low;
+  row_weights[2 * in.rows + 1] = options.log_high;
   const double positions = double(std::max<int64_t>(in.rows * in.columns, 1));
   const auto trained = [](const PolicyLossSums& sums) { return sums.trained; };
   const auto valid = [](const PolicyLossSums& sums) { return sums.valid; };
@@ -270,7 +275,7 @@ ForwardResult forward(
   return {
       *objective, kl_to_ref, kl_to_inference, entropy,
       mean(double(all.clipped)), mean(all.kl_approx), scalar<T>(ess, false),
-      mean_entropy, mean_kl_to_ref, mean_kl_to_inference, weights};
+      mean_entropy, mean_kl_to_ref, mean_kl_to_inference, saved};
 }
 
 // The upstream gradient of one loss term: absent, one number, or one a token.
@@ -434,25 +439,24 @@ BackwardResult policy_loss_backward(
     std::optional<double> log_ratio_cap,
     std::optional<double> normaliser,
     OptionalTensor normaliser_tensor,
-    Tensor row_weights,
+    Tensor saved,
     bool wants_log_probs,
     bool wants_ref_log_probs,
     bool wants_entropy) {
   const Inputs in =
       read_inputs(log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy);
-  const Arguments arguments{
-      std::move(objective), log1p_of(clip_low, clip_low_tensor, -1),
-      log1p_of(clip_high, clip_high_tensor, 1), kl_mask_threshold, std::move(aggregation),
-      kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff, semantics == "torchrl",
-      log_ratio_cap};
   const OptionalTensor upstream[] = {
       grad_objective, grad_kl_to_ref, grad_kl_to_inference, grad_entropy};
-  const auto run = [&](auto* row_weights_data) {
+  const auto run = [&](auto* row_weights) {
+    const auto* bounds = row_weights + 2 * in.rows;
+    const Arguments arguments{
+        std::move(objective), bounds[0], bounds[1], kl_mask_threshold, std::move(aggregation),
+        kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff, semantics == "torchrl",
+        log_ratio_cap};
     return backward(
-        upstream, in, arguments, row_weights_data, wants_log_probs, wants_ref_log_probs,
-        wants_entropy);
+        upstream, in, arguments, row_weights, wants_log_probs, wants_ref_log_probs, wants_entropy);
   };
-  const void* data = row_weights.const_data_ptr();
+  const void* data = saved.const_data_ptr();
   return log_probs.scalar_type() == ScalarType::Double ? run(static_cast<const double*>(data))
                                                        : run(static_cast<const float*>(data));
 }
@@ -475,7 +479,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(grpo_kernels_cpp, m) {
         "Tensor?, Tensor)");
   m.def("policy_loss_backward(Tensor? grad_objective, Tensor? grad_kl_to_ref, "
         "Tensor? grad_kl_to_inference, Tensor? grad_entropy, " POLICY_LOSS_INPUTS
-        ", Tensor row_weights, bool wants_log_probs, bool wants_ref_log_probs, "
+        ", Tensor saved, bool wants_log_probs, bool wants_ref_log_probs, "
         "bool wants_entropy) -> (Tensor?, Tensor?, Tensor?)");
 }
 

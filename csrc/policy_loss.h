@@ -17,7 +17,9 @@ struct PolicyLossOptions {
   bool per_token;  // aggregation "none"
   bool to_inference;  // the KL penalty to the sampling policy is asked for
   T low, high, log_low, log_high;  // the ratio's range and its logarithm
-  T kl_mask_threshold;  // infinity: no KL-mask
+  T poison;  // NaN if a bound is: it clips nothing, and that must show; else 0
+  bool has_kl_mask;
+  T kl_mask_threshold;
   T log_ratio_cap;  // infinity: no cap
   T kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff;
 };

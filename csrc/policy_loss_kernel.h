@@ -15,12 +15,12 @@ struct TokenObjective {
   Mask<T> clipped;
 };
 
-// weight * by, and 0 where `by` is 0 though the weight overflowed to infinity.
+// weight * by, and 0 where `by` is 0 though the weight is infinite.
 template <typename T>
 GRPO_INLINE Vec<T> times(Vec<T> weight, Vec<T> by) {
-  const Mask<T> overflow =
-      (by == Vec<T>{}) & (weight == splat(std::numeric_limits<T>::infinity()));
-  return select<T>(overflow, Vec<T>{}, weight * by);
+  const T infinity = std::numeric_limits<T>::infinity();
+  const Mask<T> infinite = (weight == infinity) | (weight == -infinity);
+  return select<T>((by == Vec<T>{}) & infinite, Vec<T>{}, weight * by);
 }
 
 template <typename T>
@@ -61,7 +61,7 @@ struct CispoObjective {
   template <typename T>
   GRPO_INLINE static TokenObjective<T> of(const TokenVecs<T>& t, const PolicyLossOptions<T>& o) {
     const Vec<T> gain = times<T>(clip_ratio(t, o), t.advantages);
-    return {-times<T>(gain, t.log_probs), -gain, out_of_range(t.log_ratio, o)};
+    return {-times<T>(t.log_probs, gain), -gain, out_of_range(t.log_ratio, o)};
   }
 };
 
@@ -83,7 +83,7 @@ GRPO_INLINE MaskedInputs<T> select_tokens(
   in.old_log_probs = select<T>(in.valid, old, Vec<T>{});
   in.log_ratio = in.log_probs - in.old_log_probs;
   in.trained = in.valid;
-  if (o.kl_mask_threshold != std::numeric_limits<T>::infinity()) {
+  if (o.has_kl_mask) {
     const Vec<T> divergence = in.log_ratio * in.log_ratio * T(0.5);
     in.trained &= o.torchrl_semantics ? divergence <= o.kl_mask_threshold
                                       : ~(divergence > o.kl_mask_threshold);
@@ -217,14 +217,14 @@ GRPO_INLINE void forward_vector(
   const MaskedInputs<T> in = select_tokens(tokens, at, o);
   const TokenVecs<T> t = trained_tokens(in, load(tokens.advantages + at), o);
   const TokenObjective<T> objective = ObjectiveOf::template of<T>(t, o);
-  const Vec<T> value = select<T>(in.trained, objective.value, Vec<T>{});
+  const Vec<T> value = select<T>(in.trained, objective.value + o.poison, Vec<T>{});
 
   sums.valid += in.valid;
   sums.trained += in.trained;
   sums.objective += value;
   sums.kl_approx -= in.log_ratio;
   sums.clipped += o.torchrl_semantics
-      ? out_of_range(in.log_ratio, o) | (in.log_ratio != in.log_ratio)
+      ? (out_of_range(in.log_ratio, o) | (in.log_ratio != in.log_ratio)) & in.valid
       : objective.clipped & in.trained;
   if (o.per_token) store(values.objective + at, value);
 
@@ -298,15 +298,15 @@ void ess_sums_from_largest(
 template <typename T>
 GRPO_INLINE PolicyLossOptions<T> plain_options(const PolicyLossOptions<T>& o) {
   PolicyLossOptions<T> plain = o;
-  plain.per_token = plain.to_inference = false;
-  plain.kl_mask_threshold = plain.log_ratio_cap = std::numeric_limits<T>::infinity();
+  plain.per_token = plain.to_inference = plain.has_kl_mask = false;
+  plain.log_ratio_cap = std::numeric_limits<T>::infinity();
   return plain;
 }
 
 template <typename T>
 bool is_plain(const PolicyLossTokens<T>& tokens, const PolicyLossOptions<T>& o) {
   return !tokens.ref_log_probs && !tokens.entropy && !o.per_token && !o.to_inference &&
-      o.kl_mask_threshold == std::numeric_limits<T>::infinity() && !is_capped(o);
+      !o.has_kl_mask && !is_capped(o);
 }
 
 template <typename T, typename ObjectiveOf, bool plain>
@@ -415,7 +415,7 @@ GRPO_INLINE void backward_vector(
   Vec<T> by_log_probs{};
   if (scales.objective.wanted) {
     const TokenVecs<T> t = trained_tokens(in, load(tokens.advantages + at), o);
-    const Vec<T> coefficient = ObjectiveOf::template of<T>(t, o).coefficient;
+    const Vec<T> coefficient = ObjectiveOf::template of<T>(t, o).coefficient + o.poison;
     by_log_probs =
         select<T>(in.trained, scale_at(scales.objective, at) * coefficient, Vec<T>{});
   }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import threading
 from typing import NamedTuple
 
 import torch
@@ -22,29 +23,20 @@ from torchrl.modules.llm import TransformersWrapper
 from grpo_kernels import linear_log_probs, token_log_probs
 from grpo_kernels.backends import Backend
 
-_DISTRIBUTION_METHODS = (
-    "_get_sft_dist",
-    "_get_rlhf_dist",
-    "_get_generic_dist",
-    "_get_dist_with_prompt_mask",
-    "_get_dist_with_assistant_mask",
-    "_get_dist_with_attention_mask",
-    "_model_forward_with_padded_sequences",
-    "_model_forward_with_packed_sequences",
-    "_compute_log_probs_from_model_output",
-    "forward",
-)
-
 
 def reason_not_direct(actor: nn.Module | None) -> str | None:
-    """None if the model of this actor can be scored directly, else why not."""
+    """None if the model of this actor can be scored directly, else why not.
+
+    A subclass may do anything to the logits, unless it has `only_moves_logits = True`: its methods
+    then call the model once and pass on the rows of its logits as they are.
+    """
     if not isinstance(actor, TransformersWrapper):
         return f"the actor is a {type(actor).__name__}, not a TransformersWrapper"
-    # A subclass may say that its methods call the model once and only move its logits about.
-    own_methods = () if getattr(actor, "only_moves_logits", False) else _DISTRIBUTION_METHODS
-    for name in own_methods:
-        if getattr(type(actor), name) is not getattr(TransformersWrapper, name):
-            return f"{type(actor).__name__} overrides {name}"
+    if type(actor) is not TransformersWrapper and not getattr(actor, "only_moves_logits", False):
+        return f"{type(actor).__name__} is a subclass of TransformersWrapper"
+    for name, value in vars(actor).items():
+        if callable(value) and callable(getattr(TransformersWrapper, name, None)):
+            return f"the actor's {name} is replaced"
     if actor.generate:
         return "the actor generates; use get_new_version(generate=False)"
     if actor.batching:
@@ -105,6 +97,18 @@ class LinearHead(NamedTuple):
     layer: nn.Linear
     temperature: float
     softcap: float | None
+    hooks: tuple[int, ...]  # of the layer, when it was checked
+
+
+def _hooks(layer: nn.Module) -> tuple[int, ...]:
+    return (*layer._forward_pre_hooks, *layer._forward_hooks)
+
+
+def current_linear_head(head: LinearHead, model: nn.Module) -> LinearHead:
+    """`head`, or what the model has now if its output layer was replaced or hooked since."""
+    if model.get_output_embeddings() is head.layer and _hooks(head.layer) == head.hooks:
+        return head
+    return find_linear_head(model)
 
 
 def find_linear_head(model: nn.Module) -> LinearHead:
@@ -119,31 +123,44 @@ def find_linear_head(model: nn.Module) -> LinearHead:
             f"fused_lm_head needs a model whose output layer is an nn.Linear; "
             f"{name}.get_output_embeddings() is {type(head).__name__}"
         )
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "fused_lm_head needs the model itself, and this is a torch.compile wrapper of it; "
+            "compile in place with model.compile()"
+        )
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
+    hooks = _hooks(head)
     hidden: list[Tensor] = []
     hook = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    training = model.training
     try:
         with torch.no_grad():
+            model.eval()
             input_ids = torch.arange(8, device=head.weight.device).unsqueeze(0) % head.out_features
             logits = model(input_ids, use_cache=False)["logits"].double()
-            plain = head(hidden[0]).double()
+            plain = nn.functional.linear(hidden[0], head.weight, head.bias).double()
     finally:
         hook.remove()
-    temperatures = {1.0}
+        model.train(training)
+    scales = {1.0}
     for attribute in ("logit_scale", "logits_scaling"):
         scale = getattr(config, attribute, None)
         if scale:
-            temperatures |= {float(scale), 1 / float(scale)}
-    tolerance = 20 * torch.finfo(head.weight.dtype).eps * plain.abs().max().clamp_min(1)
-    for temperature in sorted(temperatures):
-        expected = plain / temperature
+            scales |= {float(scale), 1 / float(scale)}
+    # Both sides are few roundings from one matmul's result.
+    rounding = torch.finfo(head.weight.dtype).eps
+    for scale in sorted(scales):
+        expected = plain * scale
         if softcap is not None:
             expected = softcap * torch.tanh(expected / softcap)
-        if (expected - logits).abs().max() <= tolerance:
-            if softcap is not None and temperature != 1:
-                break  # linear_log_probs caps before it divides
-            return LinearHead(head, temperature, softcap)
+        difference = (expected - logits).abs()
+        agree = difference <= 4 * rounding * expected.abs() + 1e-6
+        overall = (logits * expected).sum() / expected.square().sum()
+        if agree.all() and (overall - 1).abs() <= rounding:
+            if softcap is not None and scale != 1:
+                break  # linear_log_probs caps before it scales
+            return LinearHead(head, 1 / scale, softcap, hooks)
     raise ValueError(
         f"fused_lm_head: the logits of {name} are not its output layer's, up to the "
         "final_logit_softcapping, logit_scale or logits_scaling of its config; use "
@@ -154,8 +171,11 @@ def find_linear_head(model: nn.Module) -> LinearHead:
 def _hidden_before(head: nn.Linear, model: nn.Module, args: tuple, kwargs: dict) -> Tensor:
     """[B, T, H]: the input of the output layer, which is left with no rows to multiply."""
     taken: list[Tensor] = []
+    thread = threading.get_ident()
 
-    def take(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    def take(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+        if threading.get_ident() != thread:  # another one's call of the same model
+            return None
         taken.append(inputs[0])
         return (inputs[0][:, :0],)
 
@@ -164,6 +184,11 @@ def _hidden_before(head: nn.Linear, model: nn.Module, args: tuple, kwargs: dict)
         model(*args, **kwargs)
     finally:
         hook.remove()
+    if len(taken) != 1:
+        raise RuntimeError(
+            f"fused_lm_head: {type(model).__name__} ran its output layer {len(taken)} times in one "
+            "call, and that must be once; use fused_lm_head=False"
+        )
     return taken[0]
 
 

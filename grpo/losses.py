@@ -17,10 +17,8 @@ from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
-    TensorDictModuleBase,
 )
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributions import Distribution
 from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.modules.distributions.utils import (
@@ -32,7 +30,7 @@ from torchrl.modules.llm import LLMWrapperBase
 from torchrl.objectives.common import LossModule
 
 from grpo_kernels import PolicyLossOutput, token_log_probs
-from grpo_kernels.backends import Backend, check_backend_name
+from grpo_kernels.backends import BACKENDS, Backend
 from grpo_kernels.policy_loss import eager, policy_loss_with
 from grpo_kernels.policy_loss.options import (
     AGGREGATIONS,
@@ -40,14 +38,29 @@ from grpo_kernels.policy_loss.options import (
     PolicyLossOptions,
     Semantics,
     check_choice,
+    check_clip,
     compute_dtype,
 )
+from grpo_kernels.token_log_probs.op import not_twice_differentiable
 
-from .actor import find_linear_head, plan_model_call, reason_not_direct, score_directly
+from .actor import (
+    current_linear_head,
+    find_linear_head,
+    plan_model_call,
+    reason_not_direct,
+    score_directly,
+)
 
-ACTOR_PATHS = ("auto", "distribution")
-MASKING_STRATEGIES = ("sft", "rlhf", "generic")
-REDUCTIONS = ("mean", "sum", "none")
+# What attributes of a loss may be, whenever they are set.
+CHOICES = {
+    "actor_path": ("auto", "distribution"),
+    "aggregation": AGGREGATIONS,
+    "backend": BACKENDS,
+    "masking_strategy": ("sft", "rlhf", "generic"),
+    "reduction": ("mean", "sum", "none"),
+    "ref_log_prob_padding_side": ("left", "right"),
+    "semantics": SEMANTICS,
+}
 
 
 class LLMLossOutput(TensorClass["nocast"]):
@@ -171,22 +184,13 @@ class GRPOLoss(LossModule):
         fused_lm_head: bool = False,
     ) -> None:
         super().__init__()
-        aggregation = aggregation or "token_mean"
-        reduction = "mean" if reduction is None else reduction
-        check_choice("aggregation", aggregation, AGGREGATIONS)
-        check_choice("reduction", reduction, REDUCTIONS)
-        check_choice("masking_strategy", masking_strategy, MASKING_STRATEGIES)
-        check_choice("ref_log_prob_padding_side", ref_log_prob_padding_side, ("left", "right"))
-        check_choice("semantics", semantics, SEMANTICS)
-        check_choice("actor_path", actor_path, ACTOR_PATHS)
-        check_backend_name(backend)
         self.actor_network = actor_network
         self.entropy_bonus = entropy_bonus
         self.samples_mc_entropy = samples_mc_entropy
         self.entropy_coeff = entropy_coeff
-        self.reduction = reduction
+        self.reduction = "mean" if reduction is None else reduction
         self.kl_mask_threshold = kl_mask_threshold
-        self.aggregation = aggregation
+        self.aggregation = aggregation or "token_mean"
         self.masking_strategy = masking_strategy
         self.ref_log_prob_padding_side = ref_log_prob_padding_side
         self.ref_log_prob_padding_value = ref_log_prob_padding_value
@@ -212,6 +216,13 @@ class GRPOLoss(LossModule):
         self.register_buffer("clip_epsilon_low", torch.tensor(low, device=device))
         self.register_buffer("clip_epsilon_high", torch.tensor(high, device=device))
         self._set_in_keys()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        elif name in self._schedulable_buffers and isinstance(value, (int, float)):
+            check_clip(*((value, 0.0) if name == "clip_epsilon_low" else (0.0, value)))
+        super().__setattr__(name, value)
 
     # Keys
 
@@ -316,10 +327,7 @@ class GRPOLoss(LossModule):
         keys = self.tensor_keys
         if keys.action not in tensordict:
             raise ValueError(f"Action key {keys.action} not in tensordict.")
-        if isinstance(self.actor_network, TensorDictModuleBase) or self._overrides(
-            "_get_cur_log_prob"
-        ):
-            tensordict = tensordict.copy()  # these write into what they are given
+        tensordict = tensordict.copy()  # actors write into what they are given
         advantage = tensordict.get(
             keys.advantage,
             None,
@@ -392,11 +400,19 @@ class GRPOLoss(LossModule):
 
     def _score(self, tensordict: TensorDictBase) -> Scores:
         """Log-probs and entropy of the batch, by the way that reads the logits least."""
-        if self._overrides("_get_cur_log_prob") or self._overrides("_get_entropy"):
+        overridden = self._overrides("_get_cur_log_prob") or self._overrides("_get_entropy")
+        reason = reason_not_direct(self.actor_network)
+        if overridden or self.actor_path == "distribution":
+            reason = "the actor is asked for its distribution"
+        if reason is not None and self._linear_head is not None:
+            raise ValueError(f"fused_lm_head=True cannot be honoured: {reason}")
+        if overridden:
             log_probs, dist, _ = self._get_cur_log_prob(tensordict)
             return self._scores_of(log_probs, dist)
-        if self.actor_path == "auto" and reason_not_direct(self.actor_network) is None:
+        if reason is None:
             call = plan_model_call(self.actor_network, tensordict, self.masking_strategy)
+            if self._linear_head is not None:
+                self._linear_head = current_linear_head(self._linear_head, self.actor_network.model)
             log_probs, entropy = score_directly(
                 self.actor_network,
                 call,
@@ -420,8 +436,8 @@ class GRPOLoss(LossModule):
         if is_tensor_collection(log_probs):
             log_probs = log_probs.sum(dim="feature", reduce=True)
         mask = getattr(dist, "mask", None)
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.bool()
+        if mask is not None:
+            mask = mask.bool().expand(log_probs.shape)
         entropy = mean_entropy = None
         if self.entropy_bonus:
             entropy = self._get_entropy(dist, log_probs.shape).squeeze(-1)
@@ -555,7 +571,7 @@ class GRPOLoss(LossModule):
         inputs = inputs._replace(log_probs=inputs.log_probs.detach(), log_ratio=log_ratio.detach())
         tokens = eager.trained_tokens(inputs, advantage, options.log_ratio_cap)
         bounds = eager.clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)
-        objective = eager.token_objective(options)(tokens, bounds)
+        objective = eager.objective_of(tokens, bounds, options)
         loss = _WithCoefficient.apply(log_ratio, objective.value, objective.coefficient.detach())
         return loss, eager.clip_fraction(inputs, objective, bounds, options.semantics)
 
@@ -660,19 +676,23 @@ class _WithCoefficient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, log_ratio: Tensor, value: Tensor, coefficient: Tensor) -> Tensor:
-        ctx.save_for_backward(coefficient)
+        ctx.save_for_backward(log_ratio, coefficient)
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
-        (coefficient,) = ctx.saved_tensors
-        return torch.where(coefficient == 0, 0.0, upstream * coefficient), upstream, None
+        log_ratio, coefficient = ctx.saved_tensors
+        with torch.no_grad():
+            gradient = torch.where(coefficient == 0, 0.0, upstream * coefficient)
+        gradient = not_twice_differentiable(gradient, "GRPOLoss", upstream, log_ratio)
+        return gradient, upstream, None
 
 
 def _per_token(advantage: Tensor, log_probs: Tensor) -> Tensor:
-    """[B, T] from [B, T, 1], or from what broadcasts to that."""
+    """[B, T] from [B, T, 1], or from what broadcasts to that; whole numbers become floats."""
     advantage = advantage.squeeze(-1)
+    if not advantage.is_floating_point():
+        advantage = advantage.to(log_probs.dtype)
     return advantage if advantage.shape == log_probs.shape else advantage.expand_as(log_probs)
 
 

@@ -117,6 +117,13 @@ def use_backend(backend: Backend) -> Iterator[None]:
         _preferred.reset(token)
 
 
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Where triton must launch a kernel on `tensor`: it takes the current device and its stream."""
+    if tensor.device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.get_device_module(tensor.device).device(tensor.device)
+
+
 def report() -> str:
     """Which backends run on this machine's devices, and why the others do not."""
     devices = [torch.device("cpu")]

@@ -79,7 +79,7 @@ class LinearLogProbs(torch.autograd.Function):
         )
         ctx.temperature = None if per_row else temperature
         ctx.options = (logit_softcap, workspace_mib, backend)
-        return log_probs.view(shape), entropies
+        return log_probs.view(shape).detach(), entropies
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None):

@@ -130,6 +130,15 @@ def policy_loss_with(
     """`policy_loss` with its options in one tuple."""
     check_options(options)
     shape, device = log_probs.shape, log_probs.device
+    for name in ("clip_low", "clip_high", "normaliser"):
+        value = getattr(options, name)
+        if isinstance(value, Tensor):
+            if value.device != device:
+                raise ValueError(
+                    f"{name} must be on log_probs' device, {device}, got {value.device}"
+                )
+            if value.ndim:
+                options = options._replace(**{name: value.reshape(())})
     if advantages.ndim == 1:
         advantages = advantages.unsqueeze(-1)
     if advantages.shape != shape and advantages.shape == (*shape[:1], 1):

@@ -18,10 +18,10 @@ def forward(
     options: PolicyLossOptions,
 ) -> tuple[PolicyLossOutput, Tensor]:
     """See eager.forward."""
-    *output, row_weights = torch.ops.grpo_kernels_cpp.policy_loss_forward(
+    *output, saved = torch.ops.grpo_kernels_cpp.policy_loss_forward(
         log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy, *options.flatten()
     )
-    return PolicyLossOutput(*output), row_weights
+    return PolicyLossOutput(*output), saved
 
 
 def backward(
@@ -33,7 +33,7 @@ def backward(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     options: PolicyLossOptions,
-    row_weights: Tensor,
+    saved: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> InputGradients:
     """See eager.backward."""
@@ -46,7 +46,7 @@ def backward(
         ref_log_probs,
         entropy,
         *options.flatten(),
-        row_weights,
+        saved,
         *wanted,
     )
     return InputGradients(*gradients)

@@ -74,8 +74,8 @@ class TokenObjective(NamedTuple):
 
 
 def times(weight: Tensor, by: Tensor) -> Tensor:
-    """weight * by, and 0 where `by` is 0 though the weight overflowed to infinity."""
-    return torch.where((by == 0) & (weight == math.inf), 0.0, weight * by)
+    """weight * by, and 0 where `by` is 0 though the weight is infinite."""
+    return torch.where((by == 0) & weight.isinf(), 0.0, weight * by)
 
 
 def out_of_range(log_ratio: Tensor, bounds: ClipBounds) -> Tensor:
@@ -112,7 +112,7 @@ def cispo(tokens: Tokens, bounds: ClipBounds) -> TokenObjective:
     """-sg(clip(r)) A l: the weight is bounded and no token loses its gradient."""
     gain = times(clip_ratio(tokens, bounds), tokens.advantages)
     clipped = out_of_range(tokens.log_ratio, bounds)
-    return TokenObjective(-times(gain, tokens.log_probs), -gain, clipped)
+    return TokenObjective(-times(tokens.log_probs, gain), -gain, clipped)
 
 
 def token_objective(
@@ -124,6 +124,18 @@ def token_objective(
     return clipped_ratio if options.semantics == "torchrl" else cispo
 
 
+def objective_of(tokens: Tokens, bounds: ClipBounds, options: PolicyLossOptions) -> TokenObjective:
+    """The objective that `options` ask for; NaN where a bound is, since it clips nothing."""
+    value, coefficient, clipped = token_objective(options)(tokens, bounds)
+    poison = torch.where((bounds.log_low + bounds.log_high).isnan(), math.nan, 0.0)
+    return TokenObjective(value + poison, coefficient + poison, clipped)
+
+
+def bounds_of_logs(log_low: Tensor, log_high: Tensor) -> ClipBounds:
+    """The range from its logarithms."""
+    return ClipBounds(log_low.exp(), log_high.exp(), log_low, log_high)
+
+
 def clip_bounds(clip_low: float | Tensor, clip_high: float | Tensor, like: Tensor) -> ClipBounds:
     """The range [1 - clip_low, 1 + clip_high] in the dtype and on the device of `like`."""
 
@@ -132,8 +144,7 @@ def clip_bounds(clip_low: float | Tensor, clip_high: float | Tensor, like: Tenso
             return bound.reshape(()).log1p().to(like)
         return like.new_tensor(math.log1p(bound))
 
-    log_low, log_high = log1p(-clip_low), log1p(clip_high)
-    return ClipBounds(log_low.exp(), log_high.exp(), log_low, log_high)
+    return bounds_of_logs(log1p(-clip_low), log1p(clip_high))
 
 
 def row_weights(
@@ -287,7 +298,11 @@ def forward(
     entropy: Tensor | None,
     options: PolicyLossOptions,
 ) -> tuple[PolicyLossOutput, Tensor]:
-    """All loss terms and metrics, and the [B, 2] row weights that the backward needs."""
+    """All loss terms and metrics, and the [B + 1, 2] numbers that the backward needs.
+
+    These are each row's weights and, last, the clip bounds' logarithms as they were: a scheduled
+    bound may move before the backward.
+    """
     inputs = select_tokens(log_probs, old_log_probs, mask, options)
     weights = objective_weights, kl_weights = objective_and_kl_weights(inputs, options)
 
@@ -301,7 +316,7 @@ def forward(
 
     tokens = trained_tokens(inputs, advantages, options.log_ratio_cap)
     bounds = clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)
-    objective = token_objective(options)(tokens, bounds)
+    objective = objective_of(tokens, bounds, options)
     semantics = options.semantics
     mean_of_entropy = loss_entropy = None
     if entropy is not None:
@@ -338,7 +353,9 @@ def forward(
         kl_to_ref=kl_to_ref,
         kl_to_inference=kl_to_inference,
     )
-    return output, torch.stack(weights, -1).to(inputs.log_ratio.dtype)
+    bounds = torch.stack([bounds.log_low, bounds.log_high])
+    weights = torch.stack(weights, -1).to(inputs.log_ratio.dtype)
+    return output, torch.cat([weights, bounds.unsqueeze(0)])
 
 
 def backward(
@@ -350,7 +367,7 @@ def backward(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     options: PolicyLossOptions,
-    weights: Tensor,
+    saved: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> InputGradients:
     """Gradients by log_probs, ref_log_probs and entropy, each in its input's dtype.
@@ -358,7 +375,7 @@ def backward(
     `wanted` says for each of the three whether it is asked for; the others may come as None.
     """
     inputs = select_tokens(log_probs, old_log_probs, mask, options)
-    objective_weights, kl_weights = weights[:, :1], weights[:, 1:]
+    objective_weights, kl_weights = saved[:-1, :1], saved[:-1, 1:]
 
     def scale(gradient: Tensor, weights: Tensor) -> Tensor:
         if gradient.ndim < 2:
@@ -369,8 +386,7 @@ def backward(
     grad_ref = grad_entropy = None
     if upstream.objective is not None:
         tokens = trained_tokens(inputs, advantages, options.log_ratio_cap)
-        bounds = clip_bounds(options.clip_low, options.clip_high, inputs.log_ratio)
-        coefficient = token_objective(options)(tokens, bounds).coefficient
+        coefficient = objective_of(tokens, bounds_of_logs(*saved[-1]), options).coefficient
         gradient = scale(upstream.objective, objective_weights) * coefficient
         grad_log_probs += torch.where(inputs.trained, gradient, 0.0)
     if upstream.entropy is not None:

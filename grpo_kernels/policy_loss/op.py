@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..token_log_probs.op import not_twice_differentiable
 from . import cpu, eager
 from .options import (
     OPTIONS_SCHEMA,
@@ -51,25 +51,29 @@ class PolicyLossFunction(torch.autograd.Function):
         backend: str,
     ) -> tuple[Tensor | None, ...]:
         inputs = (log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
-        output, row_weights = implementation(backend).forward(*inputs, options)
+        output, saved = implementation(backend).forward(*inputs, options)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[metric for metric in output[4:] if metric is not None])
-        ctx.save_for_backward(*inputs, row_weights)
+        ctx.save_for_backward(*inputs, saved)
         ctx.options = options
         ctx.backend = backend
         return tuple(output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, row_weights = ctx.saved_tensors
-        gradients = implementation(ctx.backend).backward(
-            LossGradients(*upstream[:4]),
-            *inputs,
-            ctx.options,
-            row_weights,
-            ctx.needs_input_grad[:3],
-        )
+        *inputs, saved = ctx.saved_tensors
+        upstream = LossGradients(*upstream[:4])
+        with torch.no_grad():
+            gradients = implementation(ctx.backend).backward(
+                upstream, *inputs, ctx.options, saved, ctx.needs_input_grad[:3]
+            )
+        if torch.is_grad_enabled():
+            gradients = [
+                None
+                if gradient is None
+                else not_twice_differentiable(gradient, "policy_loss", *upstream, *inputs)
+                for gradient in gradients
+            ]
         return *gradients, None, None, None, None, None
 
 
@@ -87,7 +91,7 @@ _library.define(
 _library.define(
     "policy_loss_backward(Tensor? grad_objective, Tensor? grad_kl_to_ref, "
     f"Tensor? grad_kl_to_inference, Tensor? grad_entropy, {_INPUTS_SCHEMA}, str backend, "
-    "Tensor row_weights, bool wants_log_probs, bool wants_ref_log_probs, bool wants_entropy) "
+    "Tensor saved, bool wants_log_probs, bool wants_ref_log_probs, bool wants_entropy) "
     "-> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -96,9 +100,11 @@ _library.define(
 def _policy_loss(*args) -> tuple[Tensor, ...]:
     inputs, flat_options, backend = args[:_INPUTS], args[_INPUTS:-1], args[-1]
     options = PolicyLossOptions.unflatten(flat_options)
-    output, row_weights = implementation(backend).forward(*inputs, options)
-    absent = row_weights.new_empty(0)
-    return *[absent.clone() if term is None else term for term in output], row_weights
+    module = implementation(backend)
+    forward = getattr(module, "forward_of_operator", module.forward)
+    output, saved = forward(*inputs, options)
+    absent = saved.new_empty(0)
+    return *[absent.clone() if term is None else term for term in output], saved
 
 
 def _policy_loss_fake(*args) -> tuple[Tensor, ...]:
@@ -111,24 +117,24 @@ def _policy_loss_fake(*args) -> tuple[Tensor, ...]:
     shapes = [
         shape if there else (0,) for shape, there in zip((*losses, *[()] * 6), present, strict=True)
     ]
-    shapes.append((log_probs.shape[0], 2))
+    shapes.append((log_probs.shape[0] + 1, 2))
     dtype = compute_dtype(log_probs)
     return tuple(log_probs.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 def _policy_loss_backward(*args) -> tuple[Tensor, Tensor, Tensor]:
     upstream, inputs, args = args[:4], args[4 : 4 + _INPUTS], args[4 + _INPUTS :]
-    *flat_options, backend, row_weights = args[:-3]
+    *flat_options, backend, saved = args[:-3]
     gradients = implementation(backend).backward(
         LossGradients(*upstream),
         *inputs,
         PolicyLossOptions.unflatten(tuple(flat_options)),
-        row_weights,
+        saved,
         args[-3:],
     )
     wanted = zip(gradients, args[-3:], strict=True)
     return tuple(
-        gradient if gradient is not None and want else row_weights.new_empty(0)
+        gradient if gradient is not None and want else saved.new_empty(0)
         for gradient, want in wanted
     )
 
@@ -136,25 +142,25 @@ def _policy_loss_backward(*args) -> tuple[Tensor, Tensor, Tensor]:
 def _policy_loss_backward_fake(*args) -> tuple[Tensor, Tensor, Tensor]:
     _, by_kl_to_ref, _, by_entropy = args[:4]
     log_probs, _, _, _, ref_log_probs, entropy = args[4 : 4 + _INPUTS]
-    row_weights, wants_log_probs, wants_ref, wants_entropy = args[-4:]
+    saved, wants_log_probs, wants_ref, wants_entropy = args[-4:]
     likes = (
         log_probs if wants_log_probs else None,
         ref_log_probs if wants_ref and by_kl_to_ref is not None else None,
         entropy if wants_entropy and by_entropy is not None else None,
     )
     return tuple(
-        row_weights.new_empty(0) if like is None else like.new_empty(like.shape) for like in likes
+        saved.new_empty(0) if like is None else like.new_empty(like.shape) for like in likes
     )
 
 
 def _save_for_backward(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    *terms, row_weights = output
+    *terms, saved = output
     options = PolicyLossOptions.unflatten(inputs[_INPUTS:-1])
     present = present_terms(options, inputs[4], inputs[5])
     without_gradient = [loss for loss, there in zip(terms[:4], present, strict=False) if not there]
-    ctx.mark_non_differentiable(*without_gradient, *terms[4:], row_weights)
-    tensors = (*inputs, row_weights)
+    ctx.mark_non_differentiable(*without_gradient, *terms[4:], saved)
+    tensors = (*inputs, saved)
     ctx.is_tensor = [isinstance(value, Tensor) for value in tensors]
     ctx.save_for_backward(*[value for value in tensors if isinstance(value, Tensor)])
     ctx.others = [None if isinstance(value, Tensor) else value for value in tensors]
@@ -215,6 +221,14 @@ def policy_loss_function(
             log_probs, ref_log_probs, entropy, old_log_probs, advantages, mask, options, backend
         )
         return PolicyLossOutput(*output)
+    # Numbers that change often reach the graph as tensors, which do not recompile it.
+    one = torch.ones((), dtype=compute_dtype(log_probs), device=log_probs.device)
+    changing = {
+        name: value * one
+        for name in ("clip_low", "clip_high", "normaliser")
+        if (value := getattr(options, name)) is not None and not isinstance(value, Tensor)
+    }
+    options = options._replace(**changing)
     *output, _ = torch.ops.grpo_kernels.policy_loss(
         log_probs,
         old_log_probs,

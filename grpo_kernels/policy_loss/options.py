@@ -135,26 +135,39 @@ def check_choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {accepted}, got {value!r}")
 
 
-def check_clip(clip_low: float | Tensor, clip_high: float | Tensor) -> None:
-    """Raise ValueError for bounds that are NaN, negative, or that let the ratio reach 0.
+_NUMBERS = frozenset(
+    (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+)
 
-    Tensors are read by the kernels, so only their shape is checked: reading would synchronise.
-    """
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the tensor can stand for a number. Its value is not read: that would
+    synchronise."""
+    if tensor.numel() != 1 or tensor.dtype not in _NUMBERS or tensor.requires_grad:
+        raise ValueError(
+            f"{name} must be a number, or a tensor with one element of a floating dtype, int64 or "
+            f"int32 that does not require grad, got shape {tuple(tensor.shape)}, {tensor.dtype}"
+            f"{', requires grad' if tensor.requires_grad else ''}"
+        )
+
+
+def _is_finite(value: float) -> bool:
+    return -math.inf < value < math.inf  # math.isfinite would not trace
+
+
+def check_clip(clip_low: float | Tensor, clip_high: float | Tensor) -> None:
+    """Raise ValueError for bounds that are NaN, negative, or that let the ratio reach 0."""
     for name, bound in (("clip_low", clip_low), ("clip_high", clip_high)):
         if isinstance(bound, Tensor):
-            if bound.numel() != 1 or not bound.is_floating_point():
-                raise ValueError(
-                    f"{name} must be a number or a floating point tensor with one element, got "
-                    f"shape {tuple(bound.shape)} and dtype {bound.dtype}"
-                )
-        elif not bound >= 0:
+            _check_tensor(name, bound)
+        elif bound is None or isinstance(bound, str) or not bound >= 0:
             raise ValueError(f"{name} must be a number >= 0, got {bound!r}")
     if not isinstance(clip_low, Tensor) and not clip_low < 1:
         raise ValueError(f"clip_low must be < 1, so that 1 - clip_low > 0, got {clip_low!r}")
 
 
 def check_options(options: PolicyLossOptions) -> None:
-    """Raise ValueError or TypeError naming the first option that cannot be honoured."""
+    """Raise ValueError naming the first option that cannot be honoured."""
     check_choice("objective", options.objective, OBJECTIVES)
     check_choice("aggregation", options.aggregation, AGGREGATIONS)
     check_choice("semantics", options.semantics, SEMANTICS)
@@ -165,16 +178,12 @@ def check_options(options: PolicyLossOptions) -> None:
             raise ValueError(f"{name} must be a number > 0 or None, got {value!r}")
     for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff"):
         value = getattr(options, name)
-        if value is not None and not math.isfinite(value):
+        if value is not None and not _is_finite(value):
             raise ValueError(f"{name} must be a finite number or None, got {value!r}")
     normaliser = options.normaliser
     if isinstance(normaliser, Tensor):
-        if normaliser.numel() != 1:
-            raise ValueError(
-                f"normaliser must be a number or a tensor with one element, got shape "
-                f"{tuple(normaliser.shape)}"
-            )
-    elif normaliser is not None and not (normaliser > 0 and math.isfinite(normaliser)):
+        _check_tensor("normaliser", normaliser)
+    elif normaliser is not None and not 0 < normaliser < math.inf:
         raise ValueError(f"normaliser must be a finite number > 0, got {normaliser!r}")
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..backends import on_device
 from . import eager
 from .options import (
     InputGradients,
@@ -47,10 +48,24 @@ _ESS_SQUARES = tl.constexpr(11)
 _SUMS = 12
 
 
+if hasattr(tl, "to_tensor"):
+
+    @triton.jit
+    def _as_tensor(value):
+        """The interpreter passes a number as Python's."""
+        return tl.to_tensor(value)
+else:  # before triton 3.7
+
+    @triton.jit
+    def _as_tensor(value):
+        """A compiled kernel's number is a tensor already."""
+        return value
+
+
 @triton.jit
 def _number(value, DTYPE: tl.constexpr):
     """A hyper-parameter, given as a number or as a pointer to one."""
-    value = tl.to_tensor(value)
+    value = _as_tensor(value)
     if value.dtype.is_ptr():
         value = tl.load(value)
     return value.to(DTYPE)
@@ -59,7 +74,7 @@ def _number(value, DTYPE: tl.constexpr):
 @triton.jit
 def _log_bound(bound, SIGN: tl.constexpr, DTYPE: tl.constexpr):
     """log(1 + SIGN * bound); a tensor's in its own precision, as a scheduled buffer is compared."""
-    bound = tl.to_tensor(bound)
+    bound = _as_tensor(bound)
     if bound.dtype.is_ptr():
         bound = tl.load(bound)
     OWN: tl.constexpr = bound.dtype
@@ -71,8 +86,8 @@ def _log_bound(bound, SIGN: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _times(weight, by):
-    """weight * by, and 0 where `by` is 0 though the weight overflowed to infinity."""
-    return tl.where((by == 0) & (weight == float("inf")), 0.0, weight * by)
+    """weight * by, and 0 where `by` is 0 though the weight is infinite."""
+    return tl.where((by == 0) & (tl.abs(weight) == float("inf")), 0.0, weight * by)
 
 
 @triton.jit
@@ -110,7 +125,7 @@ def _cispo(log_probs, log_ratio, ratio, advantages, capped, log_low, log_high):
     """-sg(clip(r)) A l"""
     gain = _times(_clip_ratio(log_ratio, ratio, log_low, log_high), advantages)
     clipped = _out_of_range(log_ratio, log_low, log_high)
-    return -_times(gain, log_probs), -gain, clipped
+    return -_times(log_probs, gain), -gain, clipped
 
 
 @triton.jit
@@ -226,9 +241,13 @@ def _objective_of_block(
     advantages = tl.where(trained, advantages, 0.0)
     log_ratio, capped = _cap(tl.where(trained, log_ratio, 0.0), log_ratio_cap, DTYPE)
     log_probs = tl.where(trained, log_probs, 0.0)
-    return _token_objective(
+    value, coefficient, clipped = _token_objective(
         log_probs, log_ratio, tl.exp(log_ratio), advantages, capped, log_low, log_high, OBJECTIVE
     )
+    # A bound that is no number clips nothing: it must show.
+    unbounded = (log_low != log_low) | (log_high != log_high)
+    poison = tl.where(unbounded, float("nan"), 0.0)
+    return value + poison, coefficient + poison, clipped
 
 
 @triton.jit
@@ -341,7 +360,7 @@ def _row_weights(
 def _merge(
     losses,
     metrics,
-    row_weights_ptr,
+    saved_ptr,
     sums_ptr,
     B,
     T,
@@ -385,8 +404,8 @@ def _merge(
             kl_weight = _row_weights(
                 sums_ptr, _VALID, programs, rows, segments, inside, by_valid, AGGREGATION, DTYPE
             )
-        tl.store(row_weights_ptr + 2 * rows, weight, mask=inside)
-        tl.store(row_weights_ptr + 2 * rows + 1, kl_weight, mask=inside)
+        tl.store(saved_ptr + 2 * rows, weight, mask=inside)
+        tl.store(saved_ptr + 2 * rows + 1, kl_weight, mask=inside)
         if AGGREGATION != "none":
             row_sum = _row_total(sums_ptr, _OBJECTIVE, programs, rows, segments, inside, DTYPE)
             objective += weight * row_sum
@@ -433,7 +452,9 @@ def _merge(
         tl.store(to_inference_ptr, total / mean_over)
 
 
-@triton.jit
+# Not specialised: a batch of one row would make B a constant without methods, and a batch whose
+# size is not always a multiple of 16 would compile the kernel again.
+@triton.jit(do_not_specialize=["B", "segments"])
 def _forward_kernel(
     inputs,
     strides,
@@ -447,7 +468,7 @@ def _forward_kernel(
     normaliser,
     losses,
     metrics,
-    row_weights_ptr,
+    saved_ptr,
     sums_ptr,
     finished_ptr,
     B,
@@ -466,6 +487,9 @@ def _forward_kernel(
     columns = (program % segments) * BLOCK + tl.arange(0, BLOCK)
     log_low = _log_bound(clip_low, -1, DTYPE)
     log_high = _log_bound(clip_high, 1, DTYPE)
+    if program == 0:  # the backward's, whatever becomes of a scheduled bound until then
+        tl.store(saved_ptr + 2 * B, log_low)
+        tl.store(saved_ptr + 2 * B + 1, log_high)
     asked, valid, trained, log_probs, old_log_probs, log_ratio = _select_tokens(
         inputs, strides, row, columns, T, kl_mask_threshold, TORCHRL, DTYPE
     )
@@ -487,6 +511,7 @@ def _forward_kernel(
     value = tl.where(trained, value, 0.0)
     if TORCHRL:  # a NaN ratio counts as outside
         outside = _out_of_range(log_ratio, log_low, log_high) | (log_ratio != log_ratio)
+        outside = outside & valid
     else:
         outside = clipped & trained
     per_token = row * T + columns
@@ -539,7 +564,7 @@ def _forward_kernel(
         _merge(
             losses,
             metrics,
-            row_weights_ptr,
+            saved_ptr,
             sums_ptr,
             B,
             T,
@@ -577,21 +602,20 @@ def _kl_gradient(
     return tl.where(kl_mask & (capped == 0), gradient, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "segments"])
 def _backward_kernel(
     upstream,
     upstream_strides,
     inputs,
     strides,
-    clip_low,
-    clip_high,
     kl_mask_threshold,
     log_ratio_cap,
     kl_to_ref_coeff,
     kl_to_inference_coeff,
     entropy_coeff,
-    row_weights_ptr,
+    saved_ptr,
     gradients,
+    B,
     T,
     segments,
     OBJECTIVE: tl.constexpr,
@@ -608,13 +632,13 @@ def _backward_kernel(
     _, valid, trained, log_probs, old_log_probs, log_ratio = _select_tokens(
         inputs, strides, row, columns, T, kl_mask_threshold, TORCHRL, DTYPE
     )
-    weight = tl.load(row_weights_ptr + 2 * row)
-    kl_weight = tl.load(row_weights_ptr + 2 * row + 1)
+    weight = tl.load(saved_ptr + 2 * row)
+    kl_weight = tl.load(saved_ptr + 2 * row + 1)
     kl_mask = trained if TORCHRL else valid
     by_log_probs = tl.zeros([BLOCK], DTYPE)
     if upstream[0] is not None:
-        log_low = _log_bound(clip_low, -1, DTYPE)
-        log_high = _log_bound(clip_high, 1, DTYPE)
+        log_low = tl.load(saved_ptr + 2 * B)
+        log_high = tl.load(saved_ptr + 2 * B + 1)
         _, coefficient, _ = _objective_of_block(
             inputs,
             strides,
@@ -722,8 +746,9 @@ def forward(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     options: PolicyLossOptions,
+    counter: Tensor | None = None,
 ) -> tuple[PolicyLossOutput, Tensor]:
-    """See eager.forward."""
+    """See eager.forward. `counter` is a zero to use instead of the stream's."""
     inputs = (log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
     if log_probs.numel() == 0:
         return eager.forward(*inputs, options)
@@ -741,10 +766,10 @@ def forward(
             )
         ]
     )
-    row_weights = log_probs.new_empty((rows, 2), dtype=dtype)
+    saved = log_probs.new_empty((rows + 1, 2), dtype=dtype)
     sums = log_probs.new_empty((_SUMS, programs), dtype=dtype)
     numbers = [
-        _hyper_parameter(value, row_weights)
+        _hyper_parameter(value, saved)
         for value in (
             options.clip_low,
             options.clip_high,
@@ -756,23 +781,31 @@ def forward(
             options.normaliser,
         )
     ]
-    _forward_kernel[(programs,)](
-        inputs,
-        tuple(_strides(tensor) for tensor in inputs),
-        *numbers,
-        tuple(output[:4]),
-        tuple(output[4:]),
-        row_weights,
-        sums,
-        _finished_counter(log_probs.device),
-        rows,
-        columns,
-        segments,
-        AGGREGATION=options.aggregation,
-        MERGE=MERGE,
-        **constants,
-    )
-    return output, row_weights
+    with on_device(log_probs):
+        _forward_kernel[(programs,)](
+            inputs,
+            tuple(_strides(tensor) for tensor in inputs),
+            *numbers,
+            tuple(output[:4]),
+            tuple(output[4:]),
+            saved,
+            sums,
+            _finished_counter(log_probs.device) if counter is None else counter,
+            rows,
+            columns,
+            segments,
+            AGGREGATION=options.aggregation,
+            MERGE=MERGE,
+            **constants,
+        )
+    return output, saved
+
+
+def forward_of_operator(log_probs: Tensor, *others) -> tuple[PolicyLossOutput, Tensor]:
+    """`forward` that keeps no memory, at the cost of a fill: what a compiled graph allocates while
+    it warms up lies in its CUDA graph's pool, which torch requires to hold outputs only.
+    """
+    return forward(log_probs, *others, counter=log_probs.new_zeros((), dtype=torch.int32))
 
 
 def backward(
@@ -784,13 +817,13 @@ def backward(
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     options: PolicyLossOptions,
-    row_weights: Tensor,
+    saved: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> InputGradients:
     """See eager.backward."""
     inputs = (log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy)
     if log_probs.numel() == 0:
-        return eager.backward(upstream, *inputs, options, row_weights, wanted)
+        return eager.backward(upstream, *inputs, options, saved, wanted)
 
     def gradient_of(tensor: Tensor, wanted: bool) -> Tensor | None:
         return tensor.new_empty(tensor.shape) if wanted else None
@@ -803,10 +836,8 @@ def backward(
     )
     programs, segments, constants = _launch(log_probs, options)
     numbers = [
-        _hyper_parameter(value, row_weights)
+        _hyper_parameter(value, saved)
         for value in (
-            options.clip_low,
-            options.clip_high,
             options.kl_mask_threshold,
             options.log_ratio_cap,
             options.kl_to_ref_coeff,
@@ -814,19 +845,20 @@ def backward(
             options.entropy_coeff,
         )
     ]
-    _backward_kernel[(programs,)](
-        tuple(upstream),
-        tuple(
-            _strides(gradient) if gradient is not None and gradient.ndim == 2 else None
-            for gradient in upstream
-        ),
-        inputs,
-        tuple(_strides(tensor) for tensor in inputs),
-        *numbers,
-        row_weights,
-        tuple(gradients),
-        log_probs.shape[1],
-        segments,
-        **constants,
-    )
+    with on_device(log_probs):
+        _backward_kernel[(programs,)](
+            tuple(upstream),
+            tuple(
+                _strides(gradient) if gradient is not None and gradient.ndim == 2 else None
+                for gradient in upstream
+            ),
+            inputs,
+            tuple(_strides(tensor) for tensor in inputs),
+            *numbers,
+            saved,
+            tuple(gradients),
+            *log_probs.shape,
+            segments,
+            **constants,
+        )
     return gradients

@@ -124,8 +124,11 @@ def token_log_probs(
             backend,
         )
         return log_probs, entropies if entropy else None
-    if overwrite_logits and logits.requires_grad and logits.is_leaf:
-        raise ValueError("overwrite_logits must not overwrite a leaf that requires grad")
+    base = logits if logits._base is None else logits._base
+    if overwrite_logits and base.requires_grad and base.is_leaf:
+        raise ValueError(
+            "overwrite_logits must not overwrite a leaf that requires grad, or a view of one"
+        )
     return TokenLogProbs.apply(
         logits, tokens, mask, temperature, entropy, logit_softcap, overwrite_logits, backend
     )

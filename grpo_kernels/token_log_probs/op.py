@@ -131,7 +131,8 @@ class TokenLogProbs(torch.autograd.Function):
         ctx.overwritten = False
         ctx.backend = backend
         ctx.shape = logits.shape
-        return log_probs.view(tokens.shape), entropies
+        # Detached: a view must not be changed in place once autograd.Function returns it.
+        return log_probs.view(tokens.shape).detach(), entropies
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None):

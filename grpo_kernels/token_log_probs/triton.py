@@ -11,12 +11,12 @@ into a middle that starts and ends on vectors, read as such, and edges of less t
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..backends import on_device
 
 VECTOR_BYTES = 16
 # Vectors in a tile, NUM_WARPS * 32 threads: two 16-byte loads a thread are in flight.
@@ -443,12 +443,6 @@ def backward_kernel(
         tl.store(grad_ptr + grad_middle + position, grad, mask=inside)
 
 
-def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager:
-    if tensor.device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.get_device_module(tensor.device).device(tensor.device)
-
-
 def _from_alignment(rows: Tensor) -> tuple[Tensor, int]:
     """A view that starts at a 16-byte boundary, and how many elements later `rows` starts."""
     lead = rows.data_ptr() % VECTOR_BYTES // rows.element_size()
@@ -517,7 +511,7 @@ def forward(
         logit_softcap,
         splits,
     )
-    with _on_device(logits):
+    with on_device(logits):
         forward_kernel[(rows * splits,)](*arguments, vector, LANES, num_warps=NUM_WARPS)
         if splits > 1:
             merge_kernel[(rows,)](*arguments, num_warps=1)
@@ -555,7 +549,7 @@ def backward(
     )
     temperature_ptr, temperature_stride, inverse = _temperature_arguments(temperature, logits)
     programs_per_row = triton.cdiv(vocab, LANES * vector * TILES_PER_PROGRAM)
-    with _on_device(logits):
+    with on_device(logits):
         backward_kernel[(rows * programs_per_row,)](
             aligned,
             tokens,

@@ -1,5 +1,7 @@
 """First derivatives by finite differences, no second ones, and nothing else changed."""
 
+import math
+
 import pytest
 import torch
 from policy_loss_reference import FULL, make_batch
@@ -48,12 +50,35 @@ def test_cispo_weights_the_log_likelihood_gradient_when_corrected(backend):
     torch.testing.assert_close(gradient * log_probs, loss)
 
 
-def test_a_second_derivative_raises(backend):
-    log_probs = torch.randn(2, 3, requires_grad=True)
+@pytest.mark.parametrize("through", ["a leaf", "a computed log-prob"])
+def test_a_second_derivative_raises(backend, through):
+    leaf = torch.randn(2, 3, requires_grad=True)
+    log_probs = leaf**3 if through == "a computed log-prob" else leaf
     loss = policy_loss(log_probs, torch.zeros(2, 3), torch.ones(2), backend=backend).loss_objective
-    (gradient,) = torch.autograd.grad(loss, log_probs, create_graph=True)
-    with pytest.raises(RuntimeError):
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="policy_loss: double backward"):
         gradient.sum().backward()
+
+
+def test_bounds_that_move_before_the_backward_do_not_change_the_gradient(backend):
+    log_probs = torch.tensor([[0.3, -0.1]], requires_grad=True)
+    low, high = torch.tensor(0.2), torch.tensor(0.2)
+    old, advantages = torch.zeros(1, 2), torch.ones(1)
+    loss = policy_loss(
+        log_probs, old, advantages, clip_low=low, clip_high=high, backend=backend
+    ).loss_objective
+    high.fill_(5.0)
+    loss.backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, -0.5 * math.exp(-0.1)]]))
+
+
+def test_a_bound_that_is_no_number_shows_in_loss_and_gradient(backend):
+    log_probs = torch.tensor([[0.3, -0.1]], requires_grad=True)
+    nan = torch.tensor(math.nan)
+    out = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1), clip_high=nan, backend=backend)
+    out.loss_objective.backward()
+    assert out.loss_objective.isnan()
+    assert log_probs.grad.isnan().all()
 
 
 def test_metrics_are_not_differentiable(backend):

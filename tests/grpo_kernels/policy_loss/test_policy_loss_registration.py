@@ -119,3 +119,31 @@ def test_a_second_derivative_raises_in_the_operator(backend):
     (gradient,) = torch.autograd.grad(loss, arguments[0], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         gradient.sum().backward()
+
+
+def test_numbers_that_change_do_not_recompile():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def loss(log_probs, clip, normaliser):
+        return policy_loss(
+            log_probs,
+            torch.zeros(2, 4),
+            torch.ones(2),
+            clip_low=clip,
+            clip_high=clip,
+            normaliser=normaliser,
+        ).loss_objective
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend=count, fullgraph=True)
+    log_probs = torch.linspace(-1, 1, 8).view(2, 4)
+    for step in range(8):
+        clip, normaliser = 0.1 + 0.01 * step, 3 + step
+        torch.testing.assert_close(
+            compiled(log_probs, clip, normaliser), loss(log_probs, clip, normaliser)
+        )
+    assert len(graphs) <= 3  # one with the values as constants, then with them as inputs

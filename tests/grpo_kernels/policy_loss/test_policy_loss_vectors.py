@@ -251,7 +251,7 @@ def test_effective_sample_size(backend, semantics, log_ratio, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("log_ratio", [0.0, 0.3125, -70.0, 90.0])
-@pytest.mark.parametrize("count", [1, 65, 1025])
+@pytest.mark.parametrize("count", [65, 1025])
 def test_the_effective_sample_size_of_equal_weights_is_exactly_1(backend, dtype, log_ratio, count):
     old = torch.full((1, count), -1.0, dtype=dtype)
     log_probs = old + torch.tensor(log_ratio, dtype=dtype)
