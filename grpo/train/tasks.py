@@ -214,7 +214,10 @@ def load_function(name: str) -> Task:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(f"--task {name}: {error}") from None
-    problem = function(random.Random(0))
+    try:
+        problem = function(random.Random(0))
+    except Exception as error:
+        raise InputError(f"--task {name}: {type(error).__name__}: {error}") from error
     if not isinstance(problem, Problem):
         raise InputError(
             f"--task {name}: must return a grpo.train.tasks.Problem, got {type(problem).__name__}"
