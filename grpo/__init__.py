@@ -12,6 +12,7 @@ from .losses import (
 from .mc_advantage import MCAdvantage
 from .ray_mc_advantage import RayMCAdvantage
 from .selector import MCAdvantageSelector
+from .trainer import GRPOTrainer
 
 __all__ = [
     "DAPO",
@@ -20,6 +21,7 @@ __all__ = [
     "DAPOLossOutput",
     "GRPOLoss",
     "GRPOLossOutput",
+    "GRPOTrainer",
     "LLMLossOutput",
     "MCAdvantage",
     "MCAdvantageSelector",

@@ -288,7 +288,7 @@ class GRPOLoss(LossModule):
 
     def _options(self, normaliser: float | Tensor | None) -> PolicyLossOptions:
         aggregation = "none" if self.reduction == "none" else self.aggregation
-        if self.reduction == "sum" and self.semantics == "corrected":
+        if normaliser is None and self.reduction == "sum" and self.semantics == "corrected":
             normaliser = 1.0
         threshold = self.kl_mask_threshold
         to_ref = self.kl_to_ref_coeff

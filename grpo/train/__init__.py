@@ -1,0 +1,1 @@
+"""A whole GRPO run from the command line: `python -m grpo.train --help`."""

@@ -1,0 +1,238 @@
+"""What a run shows and leaves: a progress bar, metrics.csv, curves.png, summary.txt."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from torchrl._utils import timeit
+from torchrl.record.loggers import Logger
+
+# Shown in the progress bar: label, metric, format.
+SHOWN = (
+    ("reward", "reward_mean", ".3f"),
+    ("ESS", "ESS", ".3f"),
+    ("KL", "kl_approx", ".4f"),
+    ("entropy", "entropy", ".3f"),
+    ("clipped", "clip_fraction", ".3f"),
+    ("|dlogp|", "rollout_difference", ".1e"),
+    ("tok/s", "tokens_per_second", ".0f"),
+)
+# Phases of a run, as timed by `timeit`.
+PHASES = {
+    "warm-up": "warm-up",
+    "engine start": "engine start",
+    "rollout": "rollout",
+    "reward": "reward",
+    "rescore": "rescoring",
+    "loss forward": "loss forward",
+    "backward": "backward",
+    "optimizer": "optimiser",
+    "hook/update_weights": "weight sync",
+}
+BEFORE_THE_FIRST_ITERATION = ("warm-up", "engine start")
+CURVES = (
+    ("reward", ("reward_mean", "solved")),
+    ("loss", ("loss_objective",)),
+    ("KL (old - new log-prob)", ("kl_approx", "kl_to_ref")),
+    ("entropy", ("entropy",)),
+    ("ESS, clip fraction", ("ESS", "clip_fraction")),
+    ("|rollout - trainer log-prob|", ("rollout_difference",)),
+    ("gradient norm", ("grad_norm",)),
+    ("response tokens / s", ("tokens_per_second",)),
+)
+
+
+class Report:
+    """Collects what the trainer logs, one row an iteration; a logger to the trainer."""
+
+    def __init__(
+        self, directory: Path, iterations: int, *, also: Logger | None = None, quiet: bool = False
+    ) -> None:
+        self.directory = directory
+        self.iterations = iterations
+        self.also = also  # a torchrl logger that gets every metric too
+        self.rows: list[dict[str, float]] = []
+        self.seconds = dict.fromkeys(PHASES.values(), 0.0)
+        self.total_seconds = 0.0
+        self._row: dict[str, float] = {}
+        self._written_columns: list[str] = []
+        self._started = time.monotonic()
+        self._finished_before = 0.0  # seconds of the run that this one resumes
+        self.quiet = quiet
+        self.console = Console(stderr=True, quiet=quiet)
+        progress = Progress(
+            BarColumn(),
+            TextColumn("{task.completed:.0f} of {task.total:.0f} iterations, left:"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self.bar = progress.add_task("GRPO", total=iterations)
+        self.progress = progress
+        self.shown = Text()
+
+    def live(self) -> contextlib.AbstractContextManager:
+        """Shows the progress bar and the metrics under it while it is open, on a terminal."""
+        if not self.console.is_terminal or self.quiet:
+            return contextlib.nullcontext()
+        return Live(Group(self.progress, self.shown), console=self.console)
+
+    # A logger to the trainer
+
+    def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
+        """Keep a metric of the running iteration."""
+        self._row[name] = float(value)
+        if self.also is not None:
+            self.also.log_scalar(name, float(value), step=step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        return {
+            "iterations": len(self.rows),
+            "seconds": self.seconds,
+            "total_seconds": self.total_seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: the rows up to it are read back from metrics.csv."""
+        with (self.directory / "metrics.csv").open(newline="") as file:
+            rows = [
+                {name: float(value) for name, value in row.items() if value}
+                for row in csv.DictReader(file)
+            ]
+        self.rows = rows[: int(state["iterations"])]
+        self.seconds = dict(state["seconds"])
+        self.total_seconds = self._finished_before = state["total_seconds"]
+        self._write_rows(self.rows, "w")
+        self.progress.update(self.bar, completed=len(self.rows))
+
+    # The run
+
+    def start(self) -> None:
+        """The clock starts."""
+        timeit.erase()
+        self._started = time.monotonic()
+
+    def line(self, text: str) -> None:
+        """A line of text above the progress bar."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        """A row is complete: with what was logged, `metrics`, and the seconds of each phase."""
+        spent = timeit.todict(percall=False)
+        timeit.erase()
+        for timer, phase in PHASES.items():
+            self.seconds[phase] += spent.get(timer, 0.0)
+        before, self.total_seconds = (
+            self.total_seconds,
+            self._finished_before + time.monotonic() - self._started,
+        )
+        row = {"iteration": len(self.rows) + 1, "seconds": self.total_seconds}
+        row |= self._row | metrics
+        row["tokens_per_second"] = metrics["response_tokens"] / (self.total_seconds - before)
+        row |= {
+            f"seconds/{phase}": spent.get(timer, 0.0)
+            for timer, phase in PHASES.items()
+            if phase not in BEFORE_THE_FIRST_ITERATION
+        }
+        if self.also is not None:
+            for name, value in metrics.items():
+                self.also.log_scalar(name, value, step=len(self.rows) + 1)
+        self._row = {}
+        self.rows.append(row)
+        new_columns = set(row) - set(self._written_columns)
+        self._write_rows(*((self.rows, "w") if new_columns else ([row], "a")))
+        self.progress.advance(self.bar)
+        shown = "  ".join(
+            f"{label} {format(row[name], spec)}" for label, name, spec in SHOWN if name in row
+        )
+        self.shown.plain = shown
+        if not self.console.is_terminal and (len(self.rows) % 10 == 0 or len(self.rows) == 1):
+            self.line(f"{len(self.rows):4d}/{self.iterations}  {shown}")
+
+    def _write_rows(self, rows: list[dict[str, float]], mode: str) -> None:
+        if self.quiet:
+            return
+        if mode == "w":
+            self._written_columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        with (self.directory / "metrics.csv").open(mode, newline="") as file:
+            writer = csv.DictWriter(file, self._written_columns)
+            if mode == "w":
+                writer.writeheader()
+            writer.writerows(rows)
+
+    def finish(self) -> None:
+        """Draw the curves and write the summary."""
+        if self.quiet or not self.rows:
+            return
+        self._draw(self.directory / "curves.png")
+        summary = self.summary()
+        (self.directory / "summary.txt").write_text(summary + "\n")
+        print(summary, file=sys.stdout)
+
+    def summary(self) -> str:
+        """Rewards at both ends, and where the seconds went."""
+        span = min(10, len(self.rows))
+
+        def mean(rows: list[dict[str, float]], name: str) -> float:
+            values = [row[name] for row in rows if name in row]
+            return sum(values) / len(values) if values else float("nan")
+
+        ends = {
+            name: (mean(self.rows[:span], name), mean(self.rows[-span:], name))
+            for name in ("reward_mean", "solved")
+        }
+        lines = [
+            f"{len(self.rows)} iterations in {self.total_seconds:.1f} s",
+            *(
+                f"{label}, first and last {span} iterations: {first:.3f} -> {last:.3f}"
+                for label, (first, last) in zip(
+                    ("mean reward", "solved"), ends.values(), strict=True
+                )
+            ),
+        ]
+        for name, what in (
+            ("skipped_nonfinite_steps", "optimiser steps skipped, loss or gradient not finite"),
+            ("nonfinite_rewards", "rewards not finite"),
+            ("prompts_too_long", "prompts left out, longer than the context"),
+        ):
+            values = [row.get(name, 0) for row in self.rows]
+            count = values[-1] if name.startswith("skipped") else sum(values)
+            if count:
+                lines.append(f"{count:.0f} {what}")
+        known = sum(self.seconds.values())
+        parts = [*self.seconds.items(), ("everything else", self.total_seconds - known)]
+        lines += [
+            f"  {phase:16s}{seconds:8.1f} s {100 * seconds / self.total_seconds:5.1f} %"
+            for phase, seconds in parts
+            if seconds
+        ]
+        lines.append(f"metrics.csv, curves.png and summary.txt are in {self.directory}")
+        return "\n".join(lines)
+
+    def _draw(self, path: Path) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(2, 4, figsize=(16, 7), layout="constrained")
+        for axis, (title, names) in zip(axes.flat, CURVES, strict=True):
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel("iteration", fontsize=8)
+            for name in names:
+                points = [(row["iteration"], row[name]) for row in self.rows if name in row]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=name, linewidth=1)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=8)
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)

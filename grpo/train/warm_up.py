@@ -1,0 +1,56 @@
+"""Supervised steps before the reinforcement: the model learns the form of an answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .collector import encode_prompt
+from .errors import InputError
+from .rollout import pad_left
+from .tasks import Task
+
+IGNORED = -100
+
+
+def warm_up(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    *,
+    steps: int,
+    rows: int,
+    learning_rate: float,
+    seed: int,
+    after_step: Callable[[float], None],
+) -> None:
+    """`steps` AdamW steps on `rows` right answers each; `after_step(loss)` after every one."""
+    rng = random.Random(f"warm-up {seed}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    device = next(model.parameters()).device
+    for _ in range(steps):
+        texts, targets = [], []
+        for problem in (task(rng) for _ in range(rows)):
+            if problem.answer is None:
+                raise InputError(
+                    f"{problem.source} has no answer to learn from; pass --warm-up-steps 0"
+                )
+            prompt = encode_prompt(tokenizer, problem.prompt)
+            answer = tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
+            answer = [*answer, tokenizer.eos_token_id]
+            texts.append(prompt + answer)
+            targets.append([IGNORED] * len(prompt) + answer)
+        tokens, mask = pad_left(texts, tokenizer.pad_token_id, device)
+        labels, _ = pad_left(targets, IGNORED, device)
+        logits = model(tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(loss.item())

@@ -1,0 +1,263 @@
+"""`python -m grpo.train`, in this process and small: what it writes, refuses and survives."""
+
+import csv
+import math
+import os
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from grpo.train.__main__ import app
+from grpo.train.tasks import Problem, sort
+from grpo.train.tiny_model import build_model, build_tokenizer
+
+SMALL = [
+    "--prompts",
+    "2",
+    "--group-size",
+    "2",
+    "--mini-batch",
+    "2",
+    "--warm-up-steps",
+    "1",
+    "--iterations",
+    "3",
+]
+
+
+def train(output, *options, code=0, small=SMALL):
+    result = CliRunner().invoke(app, [*small, "--output", str(output), *map(str, options)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def rows(output):
+    with (output / "metrics.csv").open() as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def weights(output):
+    """Parameters in the last checkpoint."""
+    from torchrl.checkpoint import Checkpoint, CheckpointRotation
+
+    latest = CheckpointRotation(output / "checkpoints", keep_last=2).latest()
+    model = build_model(len(build_tokenizer()))
+    module = torch.nn.ModuleDict({"model": model})
+    Checkpoint(policy=module).load(latest, components=["policy"])
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# Tasks for --task module:function; `test_command_line:name`.
+
+
+def nan_reward(rng):
+    problem = sort(rng)
+    calls = iter([math.nan])
+    return problem._replace(reward=lambda text: next(calls, problem.reward(text)))
+
+
+def always_equal(rng):
+    return sort(rng)._replace(reward=lambda text: 0.5)
+
+
+def broken_reward(rng):
+    return sort(rng)._replace(reward=lambda text: 1 / 0)
+
+
+def sometimes_long(rng):
+    problem = sort(rng)
+    return problem._replace(prompt=problem.prompt * 40) if rng.random() < 0.6 else problem
+
+
+def long(rng):
+    return sort(rng)._replace(prompt="sort " * 500)
+
+
+def silent(rng):
+    return Problem("sort 1", lambda text: float(text == ""), "")
+
+
+def interrupted(rng):
+    training = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    if training and rng.random() < 0.2:
+        os.kill(os.getpid(), signal.SIGINT)
+    return sort(rng)
+
+
+def test_a_run_writes_metrics_curves_summary_and_checkpoints(tmp_path):
+    output = train(tmp_path)
+    assert "3 iterations in" in output
+    for phase in ("rollout", "reward", "loss forward", "backward", "optimiser"):
+        assert phase in output
+    table = rows(tmp_path)
+    assert [row["iteration"] for row in table] == [1, 2, 3]
+    for name in (
+        "reward_mean",
+        "ESS",
+        "kl_approx",
+        "entropy",
+        "clip_fraction",
+        "rollout_difference",
+        "tokens_per_second",
+        "grad_norm",
+        "loss_objective",
+        "seconds/rollout",
+    ):
+        assert math.isfinite(table[-1][name]), name
+    assert table[-1]["rollout_difference"] < 1e-5
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "summary.txt").exists()
+
+
+def test_resuming_gives_the_parameters_of_the_uninterrupted_run(tmp_path):
+    train(tmp_path / "whole", "--save-every", 1)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(max((tmp_path / "again/checkpoints").iterdir()))  # of the last iteration
+    train(tmp_path / "nowhere", "--resume", tmp_path / "again")
+    assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "again"))
+    whole, again = rows(tmp_path / "whole"), rows(tmp_path / "again")
+    assert [row["iteration"] for row in again] == [1, 2, 3]
+    for name in ("reward_mean", "loss_objective", "grad_norm"):
+        assert again[2][name] == whole[2][name]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--loss dapo --gradient-accumulation 2 --epochs 2",
+        "--loss cispo --semantics torchrl --aggregation prompt_mean",
+        "--kl-to-ref 0.1 --kl-to-inference 0.1 --kl-mask-threshold 1",
+        "--candidates 4 --keep-return-bounds -0.1 1.1",
+        "--importance-cap 2",
+        "--dtype bfloat16",
+        "--fused-lm-head",
+        "--task add",
+        "--task countdown",
+    ],
+)
+def test_options(tmp_path, options):
+    train(tmp_path, *options.split())
+    assert len(rows(tmp_path)) == 3
+
+
+def test_the_reference_is_the_initial_model(tmp_path):
+    train(tmp_path, "--kl-to-ref", 0.1, "--mini-batch", 4)
+    table = rows(tmp_path)
+    assert abs(table[0]["kl_to_ref"]) < 1e-9
+    assert table[2]["kl_to_ref"] > 1e-9
+
+
+def test_a_model_from_a_directory(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    build_model(len(tokenizer)).save_pretrained(tmp_path / "model")
+    train(tmp_path / "run", "--model", tmp_path / "model")
+
+
+def test_data_from_a_file(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "add 1 + 1", "answer": 2}\n{"prompt": "sort 21", "answer": "12"}\n')
+    train(tmp_path / "run", "--data", data, "--reward", "numeric")
+    assert len(rows(tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--group-size 1", "--group-size 1: .* at least 2"),
+        ("--data none.jsonl", "--data none.jsonl: no such file"),
+        ("--task chess", "--task chess: accepted"),
+        ("--model no/such/dir/", "--model no/such/dir/"),
+        ("--candidates 1", "--candidates 1: fewer than"),
+        ("--candidates 8", "does nothing without --keep-return-bounds"),
+        ("--keep-return-bounds 1 0", "LOW must be below HIGH"),
+        ("--device cuda:99", "--device cuda:99"),
+        ("--clip-low 2", "clip_epsilon"),
+        ("--max-new-tokens 200", "the model's context is 128"),
+        ("--max-new-tokens 3", "no response of --max-new-tokens 3 can match it"),
+        ("--resume nowhere", "--resume nowhere: no run there"),
+        ("--task test_command_line:long", "all prompts are longer than"),
+        ("--task test_command_line:broken_reward", "failed on the response .* ZeroDivisionError"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    output = train(tmp_path / "run", *options.split(), code=2)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.search(message, errors[0]), errors[0]
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "sort 21", "answer": "12"', "line 2: not JSON"),
+        ('{"prompt": "zebra", "answer": "12"}', "line 2: the model's vocabulary lacks"),
+        ('{"prompt": "sort 21", "answer": "zebra"}', "line 2: .* no response can match"),
+        ('{"prompt": "sort 21", "answer": "1111111111111111111"}', "line 2: .* no response"),
+    ],
+)
+def test_a_bad_line_of_data_is_named(tmp_path, line, message):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "sort 21", "answer": "12"}\n' + line + "\n")
+    output = train(tmp_path / "run", "--data", data, code=2)
+    assert re.search(message, output), output
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    build_model(20).save_pretrained(tmp_path)
+    assert "do not belong together" in train(tmp_path / "r", "--model", tmp_path, code=2)
+
+
+def test_a_nan_reward_is_counted_and_the_run_goes_on(tmp_path):
+    train(tmp_path, "--task", "test_command_line:nan_reward")
+    table = rows(tmp_path)
+    assert [row["nonfinite_rewards"] for row in table] == [2, 2, 2]
+    assert weights(tmp_path).isfinite().all()
+
+
+def test_groups_of_equal_rewards_and_empty_responses_do_no_harm(tmp_path):
+    train(tmp_path / "equal", "--task", "test_command_line:always_equal")
+    assert weights(tmp_path / "equal").isfinite().all()
+    assert rows(tmp_path / "equal")[-1]["skipped_nonfinite_steps"] == 0
+    train(tmp_path / "silent", "--task", "test_command_line:silent", "--warm-up-steps", 30)
+    assert sum(row["empty_responses"] for row in rows(tmp_path / "silent")) > 0
+    assert weights(tmp_path / "silent").isfinite().all()
+
+
+def test_groups_that_are_all_dropped_are_no_step(tmp_path):
+    train(tmp_path, "--keep-return-bounds", 2, 3)
+    assert len(rows(tmp_path)) == 3
+
+
+def test_prompts_longer_than_the_context_are_left_out_and_counted(tmp_path):
+    output = train(tmp_path, "--task", "test_command_line:sometimes_long")
+    assert "prompts left out, longer than the context" in output
+    assert sum(row["prompts_too_long"] for row in rows(tmp_path)) > 0
+
+
+def test_ctrl_c_saves_and_ends_cleanly(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    output = train(
+        tmp_path,
+        *("--task", "test_command_line:interrupted", "--iterations", 200),
+    )
+    done = len(rows(tmp_path))
+    assert 0 < done < 200
+    assert f"{done} iterations in" in output
+    assert signal.getsignal(signal.SIGINT) is before
+    assert list((tmp_path / "checkpoints").iterdir())
+
+
+def test_help_documents_every_option():
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
+    for name in ("--model", "--fused-lm-head", "--importance-cap", "--resume", "--logger"):
+        assert name in result.output
