@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 from bench.figures import save
 from bench.suites import SUITES, run_suite
@@ -25,8 +26,8 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     for suite in arguments.suites or SUITES:
         print(f"\n== {suite}", flush=True)
-        with context.Pool(1) as pool:
-            figures = pool.apply(run_suite, (suite, arguments.quick))
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            figures = pool.submit(run_suite, suite, arguments.quick).result()
         if not arguments.quick:
             print(f"kept in {save({suite: figures})}")
 

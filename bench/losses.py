@@ -22,11 +22,10 @@ EVERYTHING = {"kl_mask_threshold": 0.5, "kl_to_ref_coeff": 0.1, "kl_to_inference
 LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference")
 
 
-class ReadyDistribution(torch.distributions.Distribution):
+class ReadyDistribution:
     """Log-probs and entropy that are known already."""
 
     def __init__(self, log_probs: Tensor, entropies: Tensor, mask: Tensor) -> None:
-        super().__init__(log_probs.shape, validate_args=False)
         self.log_probs, self.entropies, self.mask = log_probs, entropies, mask
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -93,9 +92,12 @@ def step(library, actor: nn.Module, tensordict: TensorDict, **options):
     """Forward and backward of one GRPOLoss call, as a function of nothing."""
     loss = library.GRPOLoss(actor, **options)
 
+    parameters = list(actor.parameters())
+
     def run() -> None:
         total(loss(tensordict)).backward()
-        actor.zero_grad()
+        for parameter in parameters:
+            parameter.grad = None
 
     return run
 

@@ -309,7 +309,7 @@ bool is_plain(const PolicyLossTokens<T>& tokens, const PolicyLossOptions<T>& o) 
       !o.has_kl_mask && !is_capped(o);
 }
 
-template <typename T, typename ObjectiveOf, bool plain>
+template <typename T, typename ObjectiveOf, bool torchrl, bool plain>
 void forward_run(
     const PolicyLossTokens<T>& given,
     const PolicyLossOptions<T>& given_options,
@@ -317,6 +317,7 @@ void forward_run(
     PolicyLossSums& out) {
   PolicyLossTokens<T> tokens = given;
   PolicyLossOptions<T> o = given_options;
+  o.torchrl_semantics = torchrl;  // a constant: a mask chosen at run time would leave its register
   if constexpr (plain) {
     o = plain_options(o);
     tokens.ref_log_probs = tokens.entropy = nullptr;
@@ -364,14 +365,15 @@ void forward_run(
   }
 }
 
-template <typename T, typename ObjectiveOf>
+template <typename T, typename ObjectiveOf, bool torchrl>
 void forward_objective(
     const PolicyLossTokens<T>& tokens,
     const PolicyLossOptions<T>& o,
     const PolicyLossValues<T>& values,
     PolicyLossSums& sums) {
-  if (is_plain(tokens, o)) return forward_run<T, ObjectiveOf, true>(tokens, o, values, sums);
-  forward_run<T, ObjectiveOf, false>(tokens, o, values, sums);
+  if (is_plain(tokens, o))
+    return forward_run<T, ObjectiveOf, torchrl, true>(tokens, o, values, sums);
+  forward_run<T, ObjectiveOf, torchrl, false>(tokens, o, values, sums);
 }
 
 template <typename T>
@@ -382,11 +384,13 @@ void policy_loss_forward(
     PolicyLossSums& sums) {
   switch (o.objective) {
     case Objective::grpo:
-      return forward_objective<T, GrpoObjective>(tokens, o, values, sums);
+      return o.torchrl_semantics
+          ? forward_objective<T, GrpoObjective, true>(tokens, o, values, sums)
+          : forward_objective<T, GrpoObjective, false>(tokens, o, values, sums);
     case Objective::clipped_ratio:
-      return forward_objective<T, ClippedRatioObjective>(tokens, o, values, sums);
+      return forward_objective<T, ClippedRatioObjective, true>(tokens, o, values, sums);
     case Objective::cispo:
-      return forward_objective<T, CispoObjective>(tokens, o, values, sums);
+      return forward_objective<T, CispoObjective, false>(tokens, o, values, sums);
   }
 }
 
@@ -436,12 +440,15 @@ GRPO_INLINE void backward_vector(
   }
 }
 
-template <typename T, typename ObjectiveOf>
+template <typename T, typename ObjectiveOf, bool torchrl>
 void backward_run(
     const PolicyLossTokens<T>& tokens,
-    const PolicyLossOptions<T>& o,
-    const PolicyLossScales<T>& scales,
+    const PolicyLossOptions<T>& given_options,
+    const PolicyLossScales<T>& given_scales,
     const PolicyLossGradients<T>& gradients) {
+  PolicyLossOptions<T> o = given_options;
+  o.torchrl_semantics = torchrl;
+  const PolicyLossScales<T> scales = given_scales;
   int64_t at = 0;
   for (; at + lanes<T> <= tokens.count; at += lanes<T>)
     backward_vector<T, ObjectiveOf>(tokens, at, o, scales, gradients);
@@ -479,11 +486,13 @@ void policy_loss_backward(
     const PolicyLossGradients<T>& gradients) {
   switch (o.objective) {
     case Objective::grpo:
-      return backward_run<T, GrpoObjective>(tokens, o, scales, gradients);
+      return o.torchrl_semantics
+          ? backward_run<T, GrpoObjective, true>(tokens, o, scales, gradients)
+          : backward_run<T, GrpoObjective, false>(tokens, o, scales, gradients);
     case Objective::clipped_ratio:
-      return backward_run<T, ClippedRatioObjective>(tokens, o, scales, gradients);
+      return backward_run<T, ClippedRatioObjective, true>(tokens, o, scales, gradients);
     case Objective::cispo:
-      return backward_run<T, CispoObjective>(tokens, o, scales, gradients);
+      return backward_run<T, CispoObjective, false>(tokens, o, scales, gradients);
   }
 }
 

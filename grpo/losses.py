@@ -8,6 +8,7 @@ formulas, term by term, in plain PyTorch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -437,14 +438,12 @@ class GRPOLoss(LossModule):
             log_probs = log_probs.sum(dim="feature", reduce=True)
         mask = getattr(dist, "mask", None)
         if mask is not None:
-            mask = mask.bool().expand(log_probs.shape)
+            mask = mask if mask.dtype == torch.bool else mask.bool()
+            mask = mask if mask.shape == log_probs.shape else mask.expand(log_probs.shape)
         entropy = mean_entropy = None
         if self.entropy_bonus:
             entropy = self._get_entropy(dist, log_probs.shape).squeeze(-1)
-            counted = entropy.detach()
-            if mask is not None:  # a finite pad counts, as in TorchRL; NaN in a pad does not
-                counted = torch.where(mask | counted.isfinite(), counted, 0.0)
-            mean_entropy = eager.position_mean(counted.to(compute_dtype(log_probs)))
+            mean_entropy = _mean_over_positions(entropy.detach(), mask, compute_dtype(log_probs))
         return Scores(log_probs, entropy, mask, mean_entropy)
 
     def _get_entropy(self, dist: Distribution, adv_shape: torch.Size) -> Tensor:
@@ -686,6 +685,15 @@ class _WithCoefficient(torch.autograd.Function):
             gradient = torch.where(coefficient == 0, 0.0, upstream * coefficient)
         gradient = not_twice_differentiable(gradient, "GRPOLoss", upstream, log_ratio)
         return gradient, upstream, None
+
+
+def _mean_over_positions(entropy: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Mean of the entropy, where a finite pad counts, as in TorchRL, and NaN in a pad does not."""
+    mean = eager.position_mean(entropy.to(dtype))
+    on_cpu = mean.device.type == "cpu"  # elsewhere asking would wait for the device
+    if mask is None or (on_cpu and math.isfinite(mean)):
+        return mean
+    return eager.position_mean(torch.where(mask | entropy.isfinite(), entropy, 0.0).to(dtype))
 
 
 def _per_token(advantage: Tensor, log_probs: Tensor) -> Tensor:
