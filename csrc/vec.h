@@ -230,17 +230,16 @@ inline constexpr T exp_smallest_normal = sizeof(T) == 4 ? T(-87.3365) : T(-708.3
 template <typename T>
 GRPO_INLINE Vec<T> exp(Vec<T> x) {
 #if GRPO_VECTOR_BYTES == 64
-  const auto [n, r, q] = exp_terms(x);
+  // scalef goes through denormals to 0, and to infinity; n and r are of use within these bounds.
+  // The order of the operands lets NaN through.
+  const Vec<T> highest = splat(exp_overflow<T> + 10), lowest = splat(exp_underflow<T> - 10);
+  const Vec<T> below = highest < x ? highest : x;
+  const auto [n, r, q] = exp_terms(lowest > below ? lowest : below);
   const Vec<T> mantissa = q * (r * r) + r + T(1);
-  // scalef scales by any 2^n, through overflow and denormals. x beyond the range, where n and r
-  // are no longer numbers of use, is settled by the selects.
-  Vec<T> out;
   if constexpr (sizeof(T) == 4)
-    out = (Vec<T>)_mm512_scalef_ps((__m512)mantissa, (__m512)n);
+    return (Vec<T>)_mm512_scalef_ps((__m512)mantissa, (__m512)n);
   else
-    out = (Vec<T>)_mm512_scalef_pd((__m512d)mantissa, (__m512d)n);
-  out = select<T>(x > exp_overflow<T>, splat(std::numeric_limits<T>::infinity()), out);
-  return select<T>(x < exp_underflow<T>, Vec<T>{}, out);
+    return (Vec<T>)_mm512_scalef_pd((__m512d)mantissa, (__m512d)n);
 #else
   const Vec<T> clamped = select<T>(
       x > exp_overflow<T>,

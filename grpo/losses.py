@@ -326,7 +326,8 @@ class GRPOLoss(LossModule):
             reference log-probs. RuntimeError: sampling log-probs that require a gradient.
         """
         keys = self.tensor_keys
-        if keys.action not in tensordict:
+        action = self._action(tensordict)
+        if action is None:
             raise ValueError(f"Action key {keys.action} not in tensordict.")
         tensordict = tensordict.copy()  # actors write into what they are given
         advantage = tensordict.get(
@@ -337,7 +338,7 @@ class GRPOLoss(LossModule):
         )
         if advantage is None:
             raise ValueError(f"Advantage key {keys.advantage} not in tensordict.")
-        scores = self._score(tensordict)
+        scores = self._score(tensordict, action)
         old_log_probs = self._sampling_log_probs(tensordict, scores.log_probs)
         if advantage.ndim != scores.log_probs.ndim + 1:
             raise ValueError(
@@ -378,10 +379,18 @@ class GRPOLoss(LossModule):
         dist = self._distribution(tensordict)
         return dist.log_prob(self._action(tensordict)), dist, False
 
-    def _action(self, tensordict: TensorDictBase) -> Tensor:
+    def _action(self, tensordict: TensorDictBase) -> Tensor | None:
         return tensordict.get(
-            self.tensor_keys.action, as_padded_tensor=True, padding_side="left", padding_value=-100
+            self.tensor_keys.action,
+            None,
+            as_padded_tensor=True,
+            padding_side="left",
+            padding_value=-100,
         )
+
+    def _action_after(self, action: Tensor, tensordict: TensorDictBase) -> Tensor:
+        """The action once the actor has run: for "rlhf" a wrapper tokenises the conversation."""
+        return self._action(tensordict) if self.masking_strategy == "rlhf" else action
 
     def _distribution(self, tensordict: TensorDictBase) -> Distribution:
         """The actor's distribution over the tokens that the masking strategy selects."""
@@ -399,7 +408,7 @@ class GRPOLoss(LossModule):
             f"{type(actor).__name__}; or override _get_cur_log_prob."
         )
 
-    def _score(self, tensordict: TensorDictBase) -> Scores:
+    def _score(self, tensordict: TensorDictBase, action: Tensor) -> Scores:
         """Log-probs and entropy of the batch, by the way that reads the logits least."""
         overridden = self._overrides("_get_cur_log_prob") or self._overrides("_get_entropy")
         reason = reason_not_direct(self.actor_network)
@@ -417,14 +426,14 @@ class GRPOLoss(LossModule):
             log_probs, entropy = score_directly(
                 self.actor_network,
                 call,
-                self._action(tensordict),
+                self._action_after(action, tensordict),
                 entropy=self.entropy_bonus,
                 head=self._linear_head,
                 backend=self.backend,
             )
             return Scores(log_probs, entropy, call.mask, None)
         dist = self._distribution(tensordict)
-        action = self._action(tensordict)
+        action = self._action_after(action, tensordict)
         if isinstance(dist, LLMMaskedCategorical) and dist.position_level_masking:
             mask = dist.mask.bool()
             log_probs, entropy = token_log_probs(
@@ -543,7 +552,12 @@ class GRPOLoss(LossModule):
         )
 
     def _has_loss_mask(self, tensordict: TensorDictBase) -> bool:
-        return any(tensordict.get(key, None) is not None for key in self._loss_mask_keys())
+        present = tensordict.keys()
+        return any(
+            (key[0] if isinstance(key, tuple) else key) in present
+            and tensordict.get(key, None) is not None
+            for key in self._loss_mask_keys()
+        )
 
     def _overrides(self, method: str) -> bool:
         return getattr(getattr(self, method), "__func__", None) is not getattr(GRPOLoss, method)
