@@ -10,6 +10,8 @@ import argparse
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
+import torch
+
 from bench.figures import save
 from bench.suites import SUITES, run_suite
 
@@ -23,6 +25,7 @@ def main() -> None:
     unknown = set(arguments.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    torch.set_num_threads(1)  # as every suite does; `save` records it
     context = multiprocessing.get_context("spawn")
     for suite in arguments.suites or SUITES:
         print(f"\n== {suite}", flush=True)

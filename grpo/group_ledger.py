@@ -369,6 +369,16 @@ def group_advantages(returns: list[float], reference: list[float], advantage: st
     count = len(reference)
     if min(reference) == max(reference):
         return [0.0] * len(returns)
+    largest = max(map(abs, reference))
+    if largest > 1e150:  # whose square overflows: count in powers of two of it
+        exponent = math.frexp(largest)[1]
+        small = [
+            [math.ldexp(value, -exponent) for value in values] for values in (returns, reference)
+        ]
+        advantages = group_advantages(*small, advantage)
+        if advantage == "std":
+            return advantages
+        return [value * 2.0 ** (exponent - 1) * 2.0 for value in advantages]
     mean = math.fsum(reference) / count
     if advantage == "none":
         return [value - mean for value in returns]

@@ -27,6 +27,7 @@ __all__ = ["RULES", "Rule", "Subset", "Subsets", "group_subset", "group_subsets"
 
 Rule = Literal["balanced", "uniform", "first", "max_variance"]
 RULES = ("balanced", "uniform", "first", "max_variance")
+INT64_MAX = 2**63 - 1
 DEFAULT_BUDGET = 50_000_000
 _CPU = torch.device("cpu")
 
@@ -91,7 +92,9 @@ def group_subset(
     n = values.numel()
     low, high = _check(n, k, bounds, rule)
     run = cpu if _runs_cpp(backend) else eager
-    found = run.group_subset(values, k, rule, low, high, enumeration_limit, budget)
+    found = run.group_subset(
+        values, k, rule, low, high, min(enumeration_limit, INT64_MAX), min(budget, INT64_MAX)
+    )
     if found is None:
         bad = next((i, v) for i, v in enumerate(values.reshape(-1).tolist()) if v - v != 0)
         raise ValueError(f"values must be finite, got {bad[1]} at index {bad[0]}.")
@@ -144,7 +147,14 @@ def group_subsets(
         )
     run = cpu if _runs_cpp(backend) else eager
     indices, proofs = run.group_subsets(
-        values, lengths, k, rule, low, high, enumeration_limit, budget
+        values,
+        lengths,
+        k,
+        rule,
+        low,
+        high,
+        min(enumeration_limit, INT64_MAX),
+        min(budget, INT64_MAX),
     )
     return Subsets(indices, indices[:, 0] >= 0, proofs == 2, proofs >= 1)
 

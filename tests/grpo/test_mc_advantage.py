@@ -15,6 +15,7 @@ from torchrl.objectives.llm import MCAdvantage as TorchRLMCAdvantage
 from torchrl.objectives.llm import MCAdvantageSelector as TorchRLSelector
 
 from grpo import MCAdvantage, MCAdvantageSelector
+from grpo.group_ledger import group_advantages
 
 
 def trajectory(group, rewards, identity=0, dtype=torch.float32, done=True):
@@ -523,3 +524,15 @@ def test_made_by_a_transform_factory():
 def test_sampling_changes_nothing():
     given = trajectory(0, [0.0])
     assert MCAdvantage(2)(given) is given
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("std", [-(0.5**0.5), 0.5**0.5]),
+        ("none", [-5e199, 5e199]),
+        ("leave_one_out", [-1e200, 1e200]),
+    ],
+)
+def test_returns_whose_squares_overflow_have_finite_advantages(advantage, expected):
+    assert group_advantages([0.0, 1e200], [0.0, 1e200], advantage) == pytest.approx(expected)

@@ -187,3 +187,10 @@ def test_it_is_a_torchrl_selector_and_pickles():
     selector = pickle.loads(pickle.dumps(MCAdvantageSelector("uniform", max_combinations=7)))
     assert isinstance(selector, TorchRLSelector)
     assert (selector.strategy, selector.max_combinations) == ("uniform", 7)
+
+
+def test_any_limit_on_combinations_is_accepted():
+    selector = MCAdvantageSelector(max_combinations=10**30)
+    candidates = TensorDict({"return": torch.tensor([0.0, 0.0, 1.0])}, [3])
+    chosen = selector.select(candidates, group_size=2, keep_return_bounds=(0.1, 0.9))
+    assert chosen == [0, 2]
