@@ -408,8 +408,9 @@ class GRPOLoss(LossModule):
             f"{type(actor).__name__}; or override _get_cur_log_prob."
         )
 
-    def _score(self, tensordict: TensorDictBase, action: Tensor) -> Scores:
+    def _score(self, tensordict: TensorDictBase, action: Tensor | None = None) -> Scores:
         """Log-probs and entropy of the batch, by the way that reads the logits least."""
+        action = self._action(tensordict) if action is None else action
         overridden = self._overrides("_get_cur_log_prob") or self._overrides("_get_entropy")
         reason = reason_not_direct(self.actor_network)
         if overridden or self.actor_path == "distribution":
