@@ -1,39 +1,46 @@
-"""Run the benchmarks and keep their figures: python -m bench [--quick] [suite ...]
+"""Run the benchmarks and keep what they find: python -m bench [--quick] [suite ...]
 
-Suites run one after the other in processes of their own, on one thread. Figures go to
-bench/results/<machine>.json; `python -m bench.report` puts them into the README.
+A suite is a file bench/bench_<suite>.py of pytest-benchmark cases; each runs in a process of its
+own, on one thread, and keeps its findings in bench/results/<machine>.json. `python -m bench.report`
+then draws the plots and puts the tables into the README. One case alone:
+
+  pytest bench/bench_policy_loss.py -k 16x8192
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import subprocess
+import sys
+from pathlib import Path
 
-import torch
-
-from bench.figures import save
-from bench.suites import SUITES, run_suite
+FOLDER = Path(__file__).parent
+SUITES = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
 
 
-def main() -> None:
-    """Run what the command line asks for; all of it by default."""
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
+def main() -> int:
+    """Run what the command line asks for, all of it by default; 0 if every case ran."""
+    parser = argparse.ArgumentParser(
+        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suites", nargs="*", metavar="suite", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is kept")
     arguments = parser.parse_args()
     unknown = set(arguments.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
-    torch.set_num_threads(1)  # as every suite does; `save` records it
-    context = multiprocessing.get_context("spawn")
+    failed = []
     for suite in arguments.suites or SUITES:
         print(f"\n== {suite}", flush=True)
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            figures = pool.submit(run_suite, suite, arguments.quick).result()
-        if not arguments.quick:
-            print(f"kept in {save({suite: figures})}")
+        command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "--timeout=0"]
+        command += ["--benchmark-columns=median,iqr,rounds", str(FOLDER / f"bench_{suite}.py")]
+        command += ["--quick"] if arguments.quick else []
+        if subprocess.run(command, cwd=FOLDER.parent).returncode:
+            failed.append(suite)
+    if failed:
+        print(f"FAILED, nothing kept: {', '.join(failed)}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu
+from bench.gpu import __main__ as gpu
 from grpo_kernels import backends
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.sh"
@@ -32,7 +32,7 @@ def test_one_section_runs_interpreted_and_keeps_its_figures(tmp_path):
     output = run(tmp_path, "--only", "policy_loss")
     assert "policy_loss        ok" in output
     (kept,) = tmp_path.glob("*.json")
-    figures = json.loads(kept.read_text())["suites"]["gpu policy_loss"]
+    figures = json.loads(kept.read_text())["suites"]["gpu policy_loss"]["figures"]
     assert any("launches forward" in figure["claim"] for figure in figures)
 
 
