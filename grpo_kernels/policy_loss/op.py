@@ -21,7 +21,7 @@ from .options import (
     PolicyLossOptions,
     PolicyLossOutput,
     compute_dtype,
-    objective_shape,
+    output_shapes,
     present_terms,
 )
 
@@ -110,16 +110,12 @@ def _policy_loss(*args) -> tuple[Tensor, ...]:
 def _policy_loss_fake(*args) -> tuple[Tensor, ...]:
     log_probs, _, _, _, ref_log_probs, entropy = args[:_INPUTS]
     options = PolicyLossOptions.unflatten(args[_INPUTS:-1])
-    per_aggregation = objective_shape(log_probs, options)
-    kl_shape = () if options.semantics == "torchrl" else per_aggregation
-    losses = (per_aggregation, kl_shape, kl_shape, per_aggregation)
-    present = present_terms(options, ref_log_probs, entropy)
-    shapes = [
-        shape if there else (0,) for shape, there in zip((*losses, *[()] * 6), present, strict=True)
-    ]
+    shapes = output_shapes(log_probs, ref_log_probs, entropy, options)
     shapes.append((log_probs.shape[0] + 1, 2))
     dtype = compute_dtype(log_probs)
-    return tuple(log_probs.new_empty(shape, dtype=dtype) for shape in shapes)
+    return tuple(
+        log_probs.new_empty((0,) if shape is None else shape, dtype=dtype) for shape in shapes
+    )
 
 
 def _policy_loss_backward(*args) -> tuple[Tensor, Tensor, Tensor]:

@@ -199,3 +199,17 @@ def objective_shape(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int,
     if options.aggregation == "prompt_mean" and options.semantics == "torchrl":
         return (1,)
     return ()
+
+
+def output_shapes(
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    options: PolicyLossOptions,
+) -> list[tuple[int, ...] | None]:
+    """Shape of each field of PolicyLossOutput; None for a term that is not there."""
+    objective = objective_shape(log_probs, options)
+    kl = () if options.semantics == "torchrl" else objective
+    shapes = (objective, kl, kl, objective, *[()] * 6)
+    present = present_terms(options, ref_log_probs, entropy)
+    return [shape if there else None for shape, there in zip(shapes, present, strict=True)]

@@ -23,14 +23,15 @@ from .options import (
     PolicyLossOptions,
     PolicyLossOutput,
     compute_dtype,
-    objective_shape,
-    present_terms,
+    output_shapes,
 )
 
 SMALL_BLOCK, BLOCK = 128, 1024  # tokens a program: of BLOCK 8 a thread, 16 bytes of bf16
 # Without a cap ptxas spills for the sake of occupancy. fp64 takes what there is.
 MAX_REGISTERS = {tl.float32: 128, tl.float64: 255}
-MERGE = 128  # programs whose sums are merged at a time: one a thread of the larger block
+# Programs whose sums are merged at a time, by block: 2 a thread. With 4 the merge would set the
+# registers of the whole kernel, 123 for 96, and halve the programs that run at once.
+MERGE = {SMALL_BLOCK: 64, BLOCK: 256}
 
 # Rows of the [sums, programs] buffer.
 _OBJECTIVE = tl.constexpr(0)
@@ -256,58 +257,100 @@ def _add_sum(sums_ptr, which, value):
 
 
 @triton.jit
-def _total(sums_ptr, which, programs, MERGE: tl.constexpr, DTYPE: tl.constexpr):
-    """The sum over all programs."""
-    lanes = tl.arange(0, MERGE)
-    total = tl.zeros([MERGE], DTYPE)
-    for begin in range(0, programs, MERGE):
-        at = begin + lanes
-        total += tl.load(sums_ptr + which * programs + at, mask=at < programs, other=0)
-    return tl.sum(total)
+def _part(sums_ptr, which, program, other=0.0):
+    """One sum of a block of programs; `other` beyond the last."""
+    programs = tl.num_programs(0)
+    return tl.load(sums_ptr + which * programs + program, mask=program < programs, other=other)
 
 
 @triton.jit
-def _row_total(sums_ptr, which, programs, rows, segments, inside, DTYPE: tl.constexpr):
-    """The sums of a block of rows over their segments."""
+def _totals(
+    sums_ptr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_REF: tl.constexpr,
+    HAS_INFERENCE: tl.constexpr,
+    MERGE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """All sums over all programs, in one pass: no load waits for another but the last step's.
+
+    ESS is (sum r)^2 / sum r^2 as a share of the trained tokens, from each program's own largest r.
+    """
+    lanes = tl.arange(0, MERGE)
+    zero = tl.zeros([MERGE], DTYPE)
+    objective, trained, valid, clipped, kl_approx = zero, zero, zero, zero, zero
+    entropy, entropy_trained, kl_to_ref, kl_to_inference = zero, zero, zero, zero
+    weights, squares = zero, zero
+    largest = tl.full([MERGE], float("-inf"), DTYPE)
+    for begin in range(0, tl.num_programs(0), MERGE):
+        program = begin + lanes
+        objective += _part(sums_ptr, _OBJECTIVE, program)
+        trained += _part(sums_ptr, _TRAINED, program)
+        valid += _part(sums_ptr, _VALID, program)
+        clipped += _part(sums_ptr, _CLIPPED, program)
+        kl_approx += _part(sums_ptr, _KL_APPROX, program)
+        if HAS_ENTROPY:
+            entropy += _part(sums_ptr, _ENTROPY, program)
+            entropy_trained += _part(sums_ptr, _ENTROPY_TRAINED, program)
+        if HAS_REF:
+            kl_to_ref += _part(sums_ptr, _KL_TO_REF, program)
+        if HAS_INFERENCE:
+            kl_to_inference += _part(sums_ptr, _KL_TO_INFERENCE, program)
+        own = _part(sums_ptr, _ESS_MAX, program, float("-inf"))
+        top = tl.maximum(largest, own)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        before, now = tl.exp(largest - base), tl.exp(own - base)
+        weights = before * weights + now * _part(sums_ptr, _ESS_WEIGHTS, program)
+        squares = before * before * squares + now * now * _part(sums_ptr, _ESS_SQUARES, program)
+        largest = top
+    base = tl.max(largest)
+    scale = tl.exp(largest - tl.where(base == float("-inf"), 0.0, base))
+    weight = tl.sum(scale * weights)
+    square = tl.sum(scale * scale * squares)
+    count = tl.sum(trained)
+    # NaN <= 0 is false: a NaN log-ratio stays visible.
+    ess = tl.where(square <= 0, 0.0, (weight / square) * (weight / count))
+    return (
+        tl.sum(objective),
+        tl.sum(entropy_trained),
+        tl.sum(kl_to_ref),
+        tl.sum(kl_to_inference),
+        count,
+        tl.sum(valid),
+        tl.sum(clipped),
+        tl.sum(kl_approx),
+        ess,
+        tl.sum(entropy),
+    )
+
+
+@triton.jit
+def _row_total(sums_ptr, which, rows, segments, inside, DTYPE: tl.constexpr):
+    """One sum of a block of rows over their segments."""
     total = tl.zeros(rows.shape, DTYPE)
     for segment in range(segments):
-        at = which * programs + rows * segments + segment
+        at = which * tl.num_programs(0) + rows * segments + segment
         total += tl.load(sums_ptr + at, mask=inside, other=0)
     return total
 
 
 @triton.jit
-def _effective_sample_size(sums_ptr, programs, MERGE: tl.constexpr, DTYPE: tl.constexpr):
-    """(sum r)^2 / sum r^2 as a share of the trained tokens, from each program's own largest r."""
+def _filled_rows(sums_ptr, which, B, segments, MERGE: tl.constexpr, DTYPE: tl.constexpr):
+    """How many rows have a token; at least 1."""
     lanes = tl.arange(0, MERGE)
-    largest = tl.full([MERGE], float("-inf"), DTYPE)
-    for begin in range(0, programs, MERGE):
-        at = begin + lanes
-        value = tl.load(sums_ptr + _ESS_MAX * programs + at, at < programs, float("-inf"))
-        largest = tl.maximum(largest, value)
-    base = tl.max(largest)
-    base = tl.where(base == float("-inf"), 0.0, base)
-    weights = tl.zeros([MERGE], DTYPE)
-    squares = tl.zeros([MERGE], DTYPE)
-    for begin in range(0, programs, MERGE):
-        at = begin + lanes
-        inside = at < programs
-        value = tl.load(sums_ptr + _ESS_MAX * programs + at, inside, float("-inf"))
-        scale = tl.exp(value - base)
-        weights += scale * tl.load(sums_ptr + _ESS_WEIGHTS * programs + at, inside, 0)
-        squares += scale * scale * tl.load(sums_ptr + _ESS_SQUARES * programs + at, inside, 0)
-    weight = tl.sum(weights)
-    square = tl.sum(squares)
-    count = _total(sums_ptr, _TRAINED, programs, MERGE, DTYPE)
-    # NaN <= 0 is false: a NaN log-ratio stays visible.
-    return tl.where(square <= 0, 0.0, (weight / square) * (weight / count))
+    filled = tl.zeros([MERGE], DTYPE)
+    for begin in range(0, B, MERGE):
+        rows = begin + lanes
+        count = _row_total(sums_ptr, which, rows, segments, rows < B, DTYPE)
+        filled += tl.where(count > 0, 1.0, 0.0).to(DTYPE)
+    return tl.maximum(tl.sum(filled), 1)
 
 
 @triton.jit
-def _row_denominator(
+def _denominator(
     sums_ptr,
     which,
-    programs,
+    tokens,
     B,
     segments,
     normaliser,
@@ -322,38 +365,12 @@ def _row_denominator(
     elif normaliser is not None:
         denominator = _number(normaliser, DTYPE)
     elif AGGREGATION == "token_mean":
-        denominator = tl.maximum(_total(sums_ptr, which, programs, MERGE, DTYPE), 1)
+        denominator = tl.maximum(tokens, 1)
     elif TORCHRL:
         denominator = B.to(DTYPE)
     else:
-        lanes = tl.arange(0, MERGE)
-        filled = tl.zeros([MERGE], DTYPE)
-        for begin in range(0, B, MERGE):
-            rows = begin + lanes
-            count = _row_total(sums_ptr, which, programs, rows, segments, rows < B, DTYPE)
-            filled += tl.where(count > 0, 1.0, 0.0).to(DTYPE)
-        denominator = tl.maximum(tl.sum(filled), 1)
+        denominator = _filled_rows(sums_ptr, which, B, segments, MERGE, DTYPE)
     return denominator
-
-
-@triton.jit
-def _row_weights(
-    sums_ptr,
-    which,
-    programs,
-    rows,
-    segments,
-    inside,
-    denominator,
-    AGGREGATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """eager.row_weights of a block of rows."""
-    tokens = tl.full(rows.shape, 1, DTYPE)
-    if AGGREGATION == "prompt_mean":
-        count = _row_total(sums_ptr, which, programs, rows, segments, inside, DTYPE)
-        tokens = tl.maximum(count, 1)
-    return 1 / tokens / denominator
 
 
 @triton.jit
@@ -377,79 +394,79 @@ def _merge(
     """Row weights, losses and metrics from the sums of all programs, by one program."""
     objective_ptr, loss_to_ref_ptr, loss_to_inference_ptr, loss_entropy_ptr = losses
     clip_fraction_ptr, kl_approx_ptr, ess_ptr, entropy_ptr, to_ref_ptr, to_inference_ptr = metrics
-    programs = tl.num_programs(0)
+    HAS_ENTROPY: tl.constexpr = entropy_ptr is not None
+    HAS_REF: tl.constexpr = to_ref_ptr is not None
+    HAS_INFERENCE: tl.constexpr = to_inference_ptr is not None
+    totals = _totals(sums_ptr, HAS_ENTROPY, HAS_REF, HAS_INFERENCE, MERGE, DTYPE)
+    objective, entropy_trained, to_ref, to_inference, trained, valid = totals[:6]
+    clipped, approx, ess, entropy = totals[6:]
     positions = B.to(DTYPE) * T
-    by_trained = _row_denominator(
-        sums_ptr, _TRAINED, programs, B, segments, normaliser, AGGREGATION, TORCHRL, MERGE, DTYPE
+    mean_over = positions if TORCHRL else tl.maximum(valid, 1)
+    tl.store(clip_fraction_ptr, clipped / mean_over)
+    tl.store(kl_approx_ptr, approx / mean_over)
+    tl.store(ess_ptr, ess)
+    if HAS_ENTROPY:
+        tl.store(entropy_ptr, entropy / mean_over)
+    if HAS_REF:
+        tl.store(to_ref_ptr, to_ref / mean_over)
+    if HAS_INFERENCE:
+        tl.store(to_inference_ptr, to_inference / mean_over)
+
+    weight = 1 / _denominator(
+        sums_ptr, _TRAINED, trained, B, segments, normaliser, AGGREGATION, TORCHRL, MERGE, DTYPE
     )
-    by_valid = positions
-    if not TORCHRL:
-        by_valid = _row_denominator(
-            sums_ptr, _VALID, programs, B, segments, normaliser, AGGREGATION, TORCHRL, MERGE, DTYPE
+    if TORCHRL:
+        kl_weight = 1 / positions
+    else:
+        kl_weight = 1 / _denominator(
+            sums_ptr, _VALID, valid, B, segments, normaliser, AGGREGATION, TORCHRL, MERGE, DTYPE
         )
+    BY_ROW: tl.constexpr = AGGREGATION == "prompt_mean"
+    KL_BY_ROW: tl.constexpr = BY_ROW and not TORCHRL
     lanes = tl.arange(0, MERGE)
-    objective = tl.zeros([MERGE], DTYPE)
-    entropy = tl.zeros([MERGE], DTYPE)
-    to_ref = tl.zeros([MERGE], DTYPE)
-    to_inference = tl.zeros([MERGE], DTYPE)
+    zero = tl.zeros([MERGE], DTYPE)
+    objectives, entropies, kls_to_ref, kls_to_inference = zero, zero, zero, zero
     for begin in range(0, B, MERGE):
         rows = begin + lanes
         inside = rows < B
-        weight = _row_weights(
-            sums_ptr, _TRAINED, programs, rows, segments, inside, by_trained, AGGREGATION, DTYPE
-        )
-        if TORCHRL:
-            kl_weight = 1 / tl.full([MERGE], 1, DTYPE) / by_valid
-        else:
-            kl_weight = _row_weights(
-                sums_ptr, _VALID, programs, rows, segments, inside, by_valid, AGGREGATION, DTYPE
-            )
-        tl.store(saved_ptr + 2 * rows, weight, mask=inside)
-        tl.store(saved_ptr + 2 * rows + 1, kl_weight, mask=inside)
-        if AGGREGATION != "none":
-            row_sum = _row_total(sums_ptr, _OBJECTIVE, programs, rows, segments, inside, DTYPE)
-            objective += weight * row_sum
-            if loss_entropy_ptr is not None:
-                row_sum = _row_total(
-                    sums_ptr, _ENTROPY_TRAINED, programs, rows, segments, inside, DTYPE
-                )
-                entropy += weight * row_sum
-        if loss_to_ref_ptr is not None:
-            row_sum = _row_total(sums_ptr, _KL_TO_REF, programs, rows, segments, inside, DTYPE)
-            to_ref += kl_weight * row_sum
-        if loss_to_inference_ptr is not None:
-            row_sum = _row_total(
-                sums_ptr, _KL_TO_INFERENCE, programs, rows, segments, inside, DTYPE
-            )
-            to_inference += kl_weight * row_sum
+        row_weight, row_kl_weight = zero + weight, zero + kl_weight
+        if BY_ROW:
+            tokens = _row_total(sums_ptr, _TRAINED, rows, segments, inside, DTYPE)
+            row_weight /= tl.maximum(tokens, 1)
+            total = _row_total(sums_ptr, _OBJECTIVE, rows, segments, inside, DTYPE)
+            objectives += row_weight * total
+            if HAS_ENTROPY:
+                total = _row_total(sums_ptr, _ENTROPY_TRAINED, rows, segments, inside, DTYPE)
+                entropies += row_weight * total
+        if KL_BY_ROW:
+            tokens = _row_total(sums_ptr, _VALID, rows, segments, inside, DTYPE)
+            row_kl_weight /= tl.maximum(tokens, 1)
+            if HAS_REF:
+                total = _row_total(sums_ptr, _KL_TO_REF, rows, segments, inside, DTYPE)
+                kls_to_ref += row_kl_weight * total
+            if HAS_INFERENCE:
+                total = _row_total(sums_ptr, _KL_TO_INFERENCE, rows, segments, inside, DTYPE)
+                kls_to_inference += row_kl_weight * total
+        tl.store(saved_ptr + 2 * rows, row_weight, mask=inside)
+        tl.store(saved_ptr + 2 * rows + 1, row_kl_weight, mask=inside)
+    if BY_ROW:
+        objective, entropy_trained = tl.sum(objectives), tl.sum(entropies)
+    else:
+        objective, entropy_trained = weight * objective, weight * entropy_trained
+    if KL_BY_ROW:
+        to_ref, to_inference = tl.sum(kls_to_ref), tl.sum(kls_to_inference)
+    else:
+        to_ref, to_inference = kl_weight * to_ref, kl_weight * to_inference
     if AGGREGATION != "none":
-        tl.store(objective_ptr, tl.sum(objective))
+        tl.store(objective_ptr, objective)
         if loss_entropy_ptr is not None:
-            tl.store(loss_entropy_ptr, -_number(entropy_coeff, DTYPE) * tl.sum(entropy))
+            tl.store(loss_entropy_ptr, -_number(entropy_coeff, DTYPE) * entropy_trained)
     if TORCHRL or AGGREGATION != "none":
         if loss_to_ref_ptr is not None:
-            tl.store(loss_to_ref_ptr, _number(kl_to_ref_coeff, DTYPE) * tl.sum(to_ref))
+            tl.store(loss_to_ref_ptr, _number(kl_to_ref_coeff, DTYPE) * to_ref)
         if loss_to_inference_ptr is not None:
             coeff = _number(kl_to_inference_coeff, DTYPE)
-            tl.store(loss_to_inference_ptr, coeff * tl.sum(to_inference))
-
-    mean_over = positions
-    if not TORCHRL:
-        mean_over = tl.maximum(_total(sums_ptr, _VALID, programs, MERGE, DTYPE), 1)
-    clipped = _total(sums_ptr, _CLIPPED, programs, MERGE, DTYPE)
-    tl.store(clip_fraction_ptr, clipped / mean_over)
-    approx = _total(sums_ptr, _KL_APPROX, programs, MERGE, DTYPE)
-    tl.store(kl_approx_ptr, approx / mean_over)
-    tl.store(ess_ptr, _effective_sample_size(sums_ptr, programs, MERGE, DTYPE))
-    if entropy_ptr is not None:
-        total = _total(sums_ptr, _ENTROPY, programs, MERGE, DTYPE)
-        tl.store(entropy_ptr, total / mean_over)
-    if to_ref_ptr is not None:
-        total = _total(sums_ptr, _KL_TO_REF, programs, MERGE, DTYPE)
-        tl.store(to_ref_ptr, total / mean_over)
-    if to_inference_ptr is not None:
-        total = _total(sums_ptr, _KL_TO_INFERENCE, programs, MERGE, DTYPE)
-        tl.store(to_inference_ptr, total / mean_over)
+            tl.store(loss_to_inference_ptr, coeff * to_inference)
 
 
 # Not specialised: a batch of one row would make B a constant without methods, and a batch whose
@@ -755,15 +772,10 @@ def forward(
     rows, columns = log_probs.shape
     programs, segments, constants = _launch(log_probs, options)
     dtype = compute_dtype(log_probs)
-    per_aggregation = objective_shape(log_probs, options)
-    kl_shape = () if options.semantics == "torchrl" else per_aggregation
-    shapes = (per_aggregation, kl_shape, kl_shape, per_aggregation, *[()] * 6)
     output = PolicyLossOutput(
         *[
-            log_probs.new_empty(shape, dtype=dtype) if there else None
-            for shape, there in zip(
-                shapes, present_terms(options, ref_log_probs, entropy), strict=True
-            )
+            None if shape is None else log_probs.new_empty(shape, dtype=dtype)
+            for shape in output_shapes(log_probs, ref_log_probs, entropy, options)
         ]
     )
     saved = log_probs.new_empty((rows + 1, 2), dtype=dtype)
@@ -795,7 +807,7 @@ def forward(
             columns,
             segments,
             AGGREGATION=options.aggregation,
-            MERGE=MERGE,
+            MERGE=MERGE[constants["BLOCK"]],
             **constants,
         )
     return output, saved
