@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -72,9 +73,17 @@ struct Run {
   }
 };
 
+Objective objective_named(const std::string& name) {
+#define GRPO_MATCH(objective, Struct) \
+  if (name == #objective) return Objective::objective;
+  GRPO_TOKEN_OBJECTIVES(GRPO_MATCH)
+#undef GRPO_MATCH
+  throw std::invalid_argument("policy_loss has no objective " + name);
+}
+
 // The hyper-parameters as they come from grpo_kernels/policy_loss/cpu.py.
 struct Arguments {
-  std::string objective;
+  Objective objective;
   double log_low, log_high;
   std::optional<double> kl_mask_threshold;
   std::string aggregation;
@@ -85,11 +94,8 @@ struct Arguments {
   template <typename T>
   PolicyLossOptions<T> as() const {
     const double infinity = std::numeric_limits<double>::infinity();
-    const auto which = objective == "grpo" ? Objective::grpo
-        : torchrl_semantics               ? Objective::clipped_ratio
-                                          : Objective::cispo;
     return {
-        which,
+        objective,
         torchrl_semantics,
         aggregation == "none",
         kl_to_inference_coeff.has_value(),
@@ -404,7 +410,7 @@ ForwardResult policy_loss_forward(
   const Inputs in =
       read_inputs(log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy);
   const Arguments arguments{
-      std::move(objective), log1p_of(clip_low, clip_low_tensor, -1),
+      objective_named(objective), log1p_of(clip_low, clip_low_tensor, -1),
       log1p_of(clip_high, clip_high_tensor, 1), kl_mask_threshold, std::move(aggregation),
       kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff, semantics == "torchrl",
       log_ratio_cap};
@@ -450,7 +456,7 @@ BackwardResult policy_loss_backward(
   const auto run = [&](auto* row_weights) {
     const auto* bounds = row_weights + 2 * in.rows;
     const Arguments arguments{
-        std::move(objective), bounds[0], bounds[1], kl_mask_threshold, std::move(aggregation),
+        objective_named(objective), bounds[0], bounds[1], kl_mask_threshold, std::move(aggregation),
         kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff, semantics == "torchrl",
         log_ratio_cap};
     return backward(

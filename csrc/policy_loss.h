@@ -8,7 +8,18 @@
 
 namespace grpo_kernels {
 
-enum class Objective { grpo, clipped_ratio, cispo };
+// The functions of a token: their names in TOKEN_OBJECTIVES of grpo_kernels/policy_loss/options.py,
+// and their structs in policy_loss_kernel.h.
+#define GRPO_TOKEN_OBJECTIVES(X)          \
+  X(grpo, GrpoObjective)                  \
+  X(clipped_ratio, ClippedRatioObjective) \
+  X(cispo, CispoObjective)
+
+enum class Objective {
+#define GRPO_NAME(name, Struct) name,
+  GRPO_TOKEN_OBJECTIVES(GRPO_NAME)
+#undef GRPO_NAME
+};
 
 template <typename T>
 struct PolicyLossOptions {

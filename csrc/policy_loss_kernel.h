@@ -365,15 +365,16 @@ void forward_run(
   }
 }
 
-template <typename T, typename ObjectiveOf, bool torchrl>
-void forward_objective(
-    const PolicyLossTokens<T>& tokens,
-    const PolicyLossOptions<T>& o,
-    const PolicyLossValues<T>& values,
-    PolicyLossSums& sums) {
-  if (is_plain(tokens, o))
-    return forward_run<T, ObjectiveOf, torchrl, true>(tokens, o, values, sums);
-  forward_run<T, ObjectiveOf, torchrl, false>(tokens, o, values, sums);
+// Calls run(struct of the objective, whether semantics are TorchRL's), both known by their types.
+template <typename Run>
+GRPO_INLINE void with_objective(Objective objective, bool torchrl, const Run& run) {
+  switch (objective) {
+#define GRPO_CASE(name, Struct) \
+  case Objective::name:         \
+    return torchrl ? run(Struct{}, std::true_type{}) : run(Struct{}, std::false_type{});
+    GRPO_TOKEN_OBJECTIVES(GRPO_CASE)
+#undef GRPO_CASE
+  }
 }
 
 template <typename T>
@@ -382,16 +383,12 @@ void policy_loss_forward(
     const PolicyLossOptions<T>& o,
     const PolicyLossValues<T>& values,
     PolicyLossSums& sums) {
-  switch (o.objective) {
-    case Objective::grpo:
-      return o.torchrl_semantics
-          ? forward_objective<T, GrpoObjective, true>(tokens, o, values, sums)
-          : forward_objective<T, GrpoObjective, false>(tokens, o, values, sums);
-    case Objective::clipped_ratio:
-      return forward_objective<T, ClippedRatioObjective, true>(tokens, o, values, sums);
-    case Objective::cispo:
-      return forward_objective<T, CispoObjective, false>(tokens, o, values, sums);
-  }
+  with_objective(o.objective, o.torchrl_semantics, [&](auto objective, auto torchrl) {
+    using ObjectiveOf = decltype(objective);
+    if (is_plain(tokens, o))
+      return forward_run<T, ObjectiveOf, torchrl, true>(tokens, o, values, sums);
+    forward_run<T, ObjectiveOf, torchrl, false>(tokens, o, values, sums);
+  });
 }
 
 template <typename T>
@@ -484,16 +481,9 @@ void policy_loss_backward(
     const PolicyLossOptions<T>& o,
     const PolicyLossScales<T>& scales,
     const PolicyLossGradients<T>& gradients) {
-  switch (o.objective) {
-    case Objective::grpo:
-      return o.torchrl_semantics
-          ? backward_run<T, GrpoObjective, true>(tokens, o, scales, gradients)
-          : backward_run<T, GrpoObjective, false>(tokens, o, scales, gradients);
-    case Objective::clipped_ratio:
-      return backward_run<T, ClippedRatioObjective, true>(tokens, o, scales, gradients);
-    case Objective::cispo:
-      return backward_run<T, CispoObjective, false>(tokens, o, scales, gradients);
-  }
+  with_objective(o.objective, o.torchrl_semantics, [&](auto objective, auto torchrl) {
+    backward_run<T, decltype(objective), torchrl>(tokens, o, scales, gradients);
+  });
 }
 
 constexpr PolicyLossKernels policy_loss_kernels = {

@@ -19,7 +19,14 @@ def forward(
 ) -> tuple[PolicyLossOutput, Tensor]:
     """See eager.forward."""
     *output, saved = torch.ops.grpo_kernels_cpp.policy_loss_forward(
-        log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy, *options.flatten()
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        ref_log_probs,
+        entropy,
+        options.token_objective,
+        *options.flatten()[1:],
     )
     return PolicyLossOutput(*output), saved
 
@@ -45,7 +52,8 @@ def backward(
         mask,
         ref_log_probs,
         entropy,
-        *options.flatten(),
+        options.token_objective,
+        *options.flatten()[1:],
         saved,
         *wanted,
     )

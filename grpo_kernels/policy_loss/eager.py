@@ -19,7 +19,6 @@ selects before anything is computed and again at the end; nothing is multiplied 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -115,18 +114,12 @@ def cispo(tokens: Tokens, bounds: ClipBounds) -> TokenObjective:
     return TokenObjective(-times(tokens.log_probs, gain), -gain, clipped)
 
 
-def token_objective(
-    options: PolicyLossOptions,
-) -> Callable[[Tokens, ClipBounds], TokenObjective]:
-    """The function of one token that `options` ask for."""
-    if options.objective == "grpo":
-        return grpo
-    return clipped_ratio if options.semantics == "torchrl" else cispo
+TOKEN_OBJECTIVES = {function.__name__: function for function in (grpo, clipped_ratio, cispo)}
 
 
 def objective_of(tokens: Tokens, bounds: ClipBounds, options: PolicyLossOptions) -> TokenObjective:
     """The objective that `options` ask for; NaN where a bound is, since it clips nothing."""
-    value, coefficient, clipped = token_objective(options)(tokens, bounds)
+    value, coefficient, clipped = TOKEN_OBJECTIVES[options.token_objective](tokens, bounds)
     poison = torch.where((bounds.log_low + bounds.log_high).isnan(), math.nan, 0.0)
     return TokenObjective(value + poison, coefficient + poison, clipped)
 

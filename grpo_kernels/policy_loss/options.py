@@ -12,7 +12,9 @@ Objective = Literal["grpo", "cispo"]
 Aggregation = Literal["token_mean", "prompt_mean", "none"]
 Semantics = Literal["torchrl", "corrected"]
 
-OBJECTIVES = ("grpo", "cispo")
+# Each objective's function of a token, under torchrl and under corrected semantics.
+TOKEN_OBJECTIVES = {"grpo": ("grpo", "grpo"), "cispo": ("clipped_ratio", "cispo")}
+OBJECTIVES = tuple(TOKEN_OBJECTIVES)
 AGGREGATIONS = ("token_mean", "prompt_mean", "none")
 SEMANTICS = ("torchrl", "corrected")
 
@@ -31,6 +33,11 @@ class PolicyLossOptions(NamedTuple):
     semantics: Semantics
     log_ratio_cap: float | None
     normaliser: float | Tensor | None
+
+    @property
+    def token_objective(self) -> str:
+        """The name of the function of a token that the objective is under these semantics."""
+        return TOKEN_OBJECTIVES[self.objective][SEMANTICS.index(self.semantics)]
 
     def flatten(self) -> tuple:
         """For an operator's schema: what may be a number or a tensor becomes one of each."""

@@ -741,11 +741,9 @@ def _launch(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int, int, di
     rows, columns = log_probs.shape
     block = SMALL_BLOCK if columns <= SMALL_BLOCK else BLOCK
     segments = triton.cdiv(columns, block)
-    torchrl = options.semantics == "torchrl"
-    objective = "clipped_ratio" if options.objective == "cispo" and torchrl else options.objective
     constants = {
-        "OBJECTIVE": objective,
-        "TORCHRL": torchrl,
+        "OBJECTIVE": options.token_objective,
+        "TORCHRL": options.semantics == "torchrl",
         "DTYPE": tl.float64 if log_probs.dtype == torch.float64 else tl.float32,
         "BLOCK": block,
         "num_warps": num_warps(block, hip=torch.version.hip is not None),
