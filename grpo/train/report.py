@@ -201,7 +201,11 @@ class Report:
         ]
         for name, what in (
             ("skipped_nonfinite_steps", "optimiser steps skipped, loss or gradient not finite"),
-            ("nonfinite_rewards", "rewards not finite"),
+            ("nonfinite_rewards", "responses left out, reward not finite"),
+            (
+                "dropped_groups",
+                "groups left out, without a finite reward or a selection within the bounds",
+            ),
             ("prompts_too_long", "prompts left out, longer than the context"),
         ):
             values = [row.get(name, 0) for row in self.rows]
@@ -233,6 +237,7 @@ class Report:
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name, linewidth=1)
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=8)
+            if axis.lines:
+                axis.legend(fontsize=8)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
