@@ -64,7 +64,7 @@ class RayRollout:
         threads: int,
     ) -> None:
         if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False)
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
         self.model = model
         device = next(model.parameters()).device.type
         self._actor = ray.remote(num_cpus=CPUS, num_gpus=int(device == "cuda"))(Sampler).remote()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import logging
 import sys
 import time
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from torchrl._utils import logger as torchrl_logger
 from torchrl._utils import timeit
 from torchrl.record.loggers import Logger
 
@@ -51,6 +55,18 @@ CURVES = (
 )
 
 
+class LineHandler(logging.Handler):
+    """Shows what is logged as lines of the report."""
+
+    def __init__(self, line: Callable[[str], None]) -> None:
+        super().__init__()
+        self.line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Without time and place, which say nothing to the user of a run."""
+        self.line(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
 class Report:
     """Collects what the trainer logs, one row an iteration; a logger to the trainer."""
 
@@ -77,7 +93,21 @@ class Report:
         )
         self.bar = progress.add_task("GRPO", total=iterations)
         self.progress = progress
-        self.shown = Text()
+        self.shown = Columns(padding=(0, 2))
+
+    @contextlib.contextmanager
+    def messages(self) -> Iterator[None]:
+        """Shows warnings as lines, which leave the progress bar in one piece, while it is open."""
+        handlers, level = torchrl_logger.handlers, torchrl_logger.level
+        torchrl_logger.handlers = [LineHandler(self.line)]
+        torchrl_logger.setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: self.line(f"warning: {message}")
+            try:
+                yield
+            finally:
+                torchrl_logger.handlers = handlers
+                torchrl_logger.setLevel(level)
 
     def live(self) -> contextlib.AbstractContextManager:
         """Shows the progress bar and the metrics under it while it is open, on a terminal."""
@@ -123,7 +153,7 @@ class Report:
 
     def line(self, text: str) -> None:
         """A line of text above the progress bar."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """A row is complete: with what was logged, `metrics`, and the seconds of each phase."""
@@ -151,11 +181,11 @@ class Report:
         new_columns = set(row) - set(self._written_columns)
         self._write_rows(*((self.rows, "w") if new_columns else ([row], "a")))
         self.progress.advance(self.bar)
-        shown = "  ".join(
+        self.shown.renderables = [
             f"{label} {format(row[name], spec)}" for label, name, spec in SHOWN if name in row
-        )
-        self.shown.plain = shown
+        ]
         if not self.console.is_terminal and (len(self.rows) % 10 == 0 or len(self.rows) == 1):
+            shown = "  ".join(self.shown.renderables)
             self.line(f"{len(self.rows):4d}/{self.iterations}  {shown}")
 
     def _write_rows(self, rows: list[dict[str, float]], mode: str) -> None:

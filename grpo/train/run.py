@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import os
 import random
@@ -68,34 +67,40 @@ def run(settings: Settings, *, resume: bool) -> None:
         report = Report(
             settings.output, settings.iterations, also=make_logger(settings, rank), quiet=rank > 0
         )
-        model.train()
-        if not resume:
-            if rank == 0:
-                settings.save(settings.output / "settings.json")
-            report.start()
-            with timeit("warm-up"):
-                warm_up_model(settings, tokenizer, model, task, report)
-        torch.manual_seed(seed)
-        trainer = build_trainer(
-            settings, tokenizer, model, task, prompt_length, report, rank, world, seed
-        )
-        if resume:
-            load_checkpoint(trainer, settings)
-            report.start()
-        try:
-            with report.live():
-                trainer.train()
-        except InputError:
+        with report.messages():
+            model.train()
+            if not resume:
+                if rank == 0:
+                    settings.save(settings.output / "settings.json")
+                report.start()
+                with timeit("warm-up"):
+                    warm_up_model(settings, tokenizer, model, task, report)
+            torch.manual_seed(seed)
+            trainer = build_trainer(
+                settings, tokenizer, model, task, prompt_length, report, rank, world, seed
+            )
+            if resume:
+                load_checkpoint(trainer, settings)
+                report.start()
+            train(trainer, report)
+
+
+def train(trainer: GRPOTrainer, report: Report) -> None:
+    """To the last iteration, a stop or an error; the report is written in any case."""
+    try:
+        with report.live():
+            trainer.train()
+    except InputError:
+        raise
+    except Exception as error:
+        if not is_lost_contact(error):
             raise
-        except Exception as error:
-            if not is_lost_contact(error):
-                raise
-            raise InputError(
-                f"{type(error).__name__}: {str(error).splitlines()[0]} -- the run stopped after "
-                f"iteration {len(report.rows)}; go on with --resume {settings.output}"
-            ) from error
-        finally:
-            report.finish()
+        raise InputError(
+            f"{type(error).__name__}: {str(error).splitlines()[0]} -- the run stopped after "
+            f"iteration {len(report.rows)}; go on with --resume {report.directory}"
+        ) from error
+    finally:
+        report.finish()
 
 
 def check(settings: Settings) -> None:
@@ -329,7 +334,6 @@ def build_trainer(
     if world > 1:
         loss = DistributedDataParallel(loss)
     directory = settings.output if rank == 0 else settings.output / f"rank{rank}"
-    quiet_torchrl()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
         trainer = GRPOTrainer(
@@ -467,8 +471,3 @@ def is_lost_contact(error: Exception) -> bool:
     if names & {"RayError", "DistError", "EngineDeadError"}:
         return True
     return "Connection closed by peer" in str(error) or "Connection reset" in str(error)
-
-
-def quiet_torchrl() -> None:
-    """Its notes on storages and the like say nothing to the user of this program."""
-    logging.getLogger("torchrl").setLevel(logging.WARNING)
