@@ -75,7 +75,7 @@ class Report:
     ) -> None:
         self.directory = directory
         self.iterations = iterations
-        self.also = also  # a torchrl logger that gets every metric too
+        self.also = also  # a torchrl logger that gets every row too, by iteration
         self.rows: list[dict[str, float]] = []
         self.seconds = dict.fromkeys(PHASES.values(), 0.0)
         self.total_seconds = 0.0
@@ -120,8 +120,6 @@ class Report:
     def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
         """Keep a metric of the running iteration."""
         self._row[name] = float(value)
-        if self.also is not None:
-            self.also.log_scalar(name, float(value), step=step)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
@@ -174,8 +172,7 @@ class Report:
             if phase not in BEFORE_THE_FIRST_ITERATION
         }
         if self.also is not None:
-            for name, value in metrics.items():
-                self.also.log_scalar(name, value, step=len(self.rows) + 1)
+            self.also.log_metrics(row, step=row["iteration"])
         self._row = {}
         self.rows.append(row)
         new_columns = set(row) - set(self._written_columns)

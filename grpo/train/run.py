@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -88,8 +89,9 @@ def run(settings: Settings, *, resume: bool) -> None:
 def train(trainer: GRPOTrainer, report: Report) -> None:
     """To the last iteration, a stop or an error; the report is written in any case."""
     try:
-        with report.live():
-            trainer.train()
+        if len(report.rows) < report.iterations:  # a finished run may be resumed
+            with report.live():
+                trainer.train()
     except InputError:
         raise
     except Exception as error:
@@ -130,6 +132,9 @@ def check(settings: Settings) -> None:
         raise InputError(f"--device {settings.device}: {str(error).splitlines()[0]}") from None
     if settings.data is not None and not settings.data.exists():
         raise InputError(f"--data {settings.data}: no such file")
+    if settings.logger is not LoggerName.csv and find_spec(settings.logger.value) is None:
+        package = settings.logger.value
+        raise InputError(f"--logger {package}: the package is missing; pip install {package}")
 
 
 @contextlib.contextmanager
@@ -436,16 +441,18 @@ def make_logger(settings: Settings, rank: int) -> Logger | None:
     """The torchrl logger that was asked for."""
     if rank > 0 or settings.logger is LoggerName.csv:
         return None
+    name, directory = settings.output.resolve().name, str(settings.output)
+    if settings.logger is LoggerName.tensorboard:
+        from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+        return TensorboardLogger(name, log_dir=directory)
+    import wandb
+    from torchrl.record.loggers.wandb import WandbLogger
+
     try:
-        if settings.logger is LoggerName.tensorboard:
-            from torchrl.record.loggers.tensorboard import TensorboardLogger
-
-            return TensorboardLogger(settings.output.name, log_dir=str(settings.output))
-        from torchrl.record.loggers.wandb import WandbLogger
-
-        return WandbLogger(exp_name=settings.output.name, save_dir=str(settings.output))
-    except ImportError as error:
-        raise InputError(f"--logger {settings.logger.value}: {error}") from None
+        return WandbLogger(name, save_dir=directory)
+    except wandb.Error as error:
+        raise InputError(f"--logger wandb: {str(error).splitlines()[0]}") from None
 
 
 def load_checkpoint(trainer: GRPOTrainer, settings: Settings) -> None:

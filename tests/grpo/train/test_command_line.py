@@ -133,6 +133,14 @@ def test_resuming_gives_the_parameters_of_the_uninterrupted_run(tmp_path):
         assert again[2][name] == whole[2][name]
 
 
+def test_resuming_a_finished_run_trains_no_further(tmp_path):
+    train(tmp_path)
+    before = weights(tmp_path)
+    assert "3 iterations in" in train(tmp_path / "nowhere", "--resume", tmp_path)
+    assert len(rows(tmp_path)) == 3
+    assert torch.equal(weights(tmp_path), before)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -199,6 +207,22 @@ def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, options, message):
     assert len(errors) == 1
     assert re.search(message, errors[0]), errors[0]
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_logger_that_is_not_installed_is_one_clear_line(tmp_path, monkeypatch, package):
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    output = train(tmp_path, "--logger", package, code=2)
+    assert output.strip().endswith(f"the package is missing; pip install {package}")
+
+
+def test_tensorboard_gets_every_iteration(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tmp_path, "--logger", "tensorboard")
+    (directory,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    accumulator = events.EventAccumulator(str(directory)).Reload()
+    for name in ("reward_mean", "solved", "tokens_per_second"):
+        assert [event.step for event in accumulator.Scalars(name)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,28 @@ def test_no_metric_is_parted_from_its_name_whatever_the_width(monkeypatch, tmp_p
         assert len(re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\r", "", line)) <= width
 
 
+class Metrics:
+    """A logger that keeps what it gets."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def log_metrics(self, metrics, step):
+        assert step not in self.rows
+        self.rows[step] = metrics
+
+
+def test_a_logger_gets_every_row_of_the_table_once_by_iteration(tmp_path):
+    report = Report(tmp_path, iterations=3, also=Metrics(), quiet=True)
+    report.start()
+    for iteration in range(1, 4):
+        report.log_scalar("loss_objective", 0.5, step=64 * iteration)  # the trainer counts frames
+        report.end_iteration(METRICS)
+    assert report.also.rows == {row["iteration"]: row for row in report.rows}
+    assert report.also.rows[2]["loss_objective"] == 0.5
+    assert report.also.rows[2]["tokens_per_second"] > 0
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_warnings_are_whole_lines_beside_the_progress_bar(monkeypatch, tmp_path, terminal):
     report, shown = report_on(monkeypatch, tmp_path, 60, terminal)
