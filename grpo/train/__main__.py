@@ -203,7 +203,8 @@ def train(
 
     Without options: a tiny model learns to sort digits, in under a minute on a CPU core. Several
     trainers: torchrun --nproc-per-node N -m grpo.train. Ctrl-C ends after the running iteration
-    with a checkpoint; --resume DIRECTORY goes on from it.
+    with a checkpoint; --resume DIRECTORY goes on from it. A response whose reward is NaN or
+    infinite is left out and counted; the others of its group are trained on.
     """
     from .run import run
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from torchrl.envs.transforms import Transform
 from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError
-from .rollout import Responses, pad_left, score
+from .rollout import Responses, Rollout, pad_left, score
 from .tasks import Problem, Task
 
 GROUP = "group"  # one number for all responses to one prompt
-Rollout = Callable[[list[list[int]], int], Responses]
 
 # Draws in a row that may be too long for the context before the task is given up.
 MOST_UNUSABLE_DRAWS = 1000
@@ -154,10 +152,10 @@ class RolloutCollector:
         with timeit("rollout"):
             responses = self.rollout(prompts, self.samples)
         with timeit("reward"):
-            rewards = rewards_of(problems, responses.tokens, self.tokenizer)
+            rewards = torch.tensor(rewards_of(problems, responses.tokens, self.tokenizer))
         self.metrics = {
-            "solved": sum(reward >= 1 for reward in rewards) / len(rewards),
-            "nonfinite_rewards": sum(not math.isfinite(reward) for reward in rewards),
+            "solved": float((rewards >= 1).float().mean()),
+            "nonfinite_rewards": int((~rewards.isfinite()).sum()),
             "empty_responses": sum(
                 all(token == self.tokenizer.eos_token_id for token in row)
                 for row in responses.tokens
@@ -176,7 +174,7 @@ class RolloutCollector:
         groups = torch.arange(self.groups, self.groups + self.prompts)
         self.groups += self.prompts
         batch[GROUP] = groups.repeat_interleave(self.samples)
-        batch["next", "reward"] = torch.tensor(rewards).reshape(-1, 1, 1)
+        batch["next", "reward"] = rewards.reshape(-1, 1, 1)
         batch["next", "done"] = torch.ones(len(rewards), 1, dtype=torch.bool)
         if self.importance_cap is not None:
             with timeit("rescore"):

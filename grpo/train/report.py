@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import logging
 import sys
 import time
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from torchrl._utils import logger as torchrl_logger
 from torchrl._utils import timeit
 from torchrl.record.loggers import Logger
 
@@ -51,6 +55,18 @@ CURVES = (
 )
 
 
+class LineHandler(logging.Handler):
+    """Shows what is logged as lines of the report."""
+
+    def __init__(self, line: Callable[[str], None]) -> None:
+        super().__init__()
+        self.line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Without time and place, which say nothing to the user of a run."""
+        self.line(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
 class Report:
     """Collects what the trainer logs, one row an iteration; a logger to the trainer."""
 
@@ -59,7 +75,7 @@ class Report:
     ) -> None:
         self.directory = directory
         self.iterations = iterations
-        self.also = also  # a torchrl logger that gets every metric too
+        self.also = also  # a torchrl logger that gets every row too, by iteration
         self.rows: list[dict[str, float]] = []
         self.seconds = dict.fromkeys(PHASES.values(), 0.0)
         self.total_seconds = 0.0
@@ -77,7 +93,21 @@ class Report:
         )
         self.bar = progress.add_task("GRPO", total=iterations)
         self.progress = progress
-        self.shown = Text()
+        self.shown = Columns(padding=(0, 2))
+
+    @contextlib.contextmanager
+    def messages(self) -> Iterator[None]:
+        """Shows warnings as lines, which leave the progress bar in one piece, while it is open."""
+        handlers, level = torchrl_logger.handlers, torchrl_logger.level
+        torchrl_logger.handlers = [LineHandler(self.line)]
+        torchrl_logger.setLevel(logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: self.line(f"warning: {message}")
+            try:
+                yield
+            finally:
+                torchrl_logger.handlers = handlers
+                torchrl_logger.setLevel(level)
 
     def live(self) -> contextlib.AbstractContextManager:
         """Shows the progress bar and the metrics under it while it is open, on a terminal."""
@@ -90,8 +120,6 @@ class Report:
     def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
         """Keep a metric of the running iteration."""
         self._row[name] = float(value)
-        if self.also is not None:
-            self.also.log_scalar(name, float(value), step=step)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
@@ -123,7 +151,7 @@ class Report:
 
     def line(self, text: str) -> None:
         """A line of text above the progress bar."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """A row is complete: with what was logged, `metrics`, and the seconds of each phase."""
@@ -144,18 +172,17 @@ class Report:
             if phase not in BEFORE_THE_FIRST_ITERATION
         }
         if self.also is not None:
-            for name, value in metrics.items():
-                self.also.log_scalar(name, value, step=len(self.rows) + 1)
+            self.also.log_metrics(row, step=row["iteration"])
         self._row = {}
         self.rows.append(row)
         new_columns = set(row) - set(self._written_columns)
         self._write_rows(*((self.rows, "w") if new_columns else ([row], "a")))
         self.progress.advance(self.bar)
-        shown = "  ".join(
+        self.shown.renderables = [
             f"{label} {format(row[name], spec)}" for label, name, spec in SHOWN if name in row
-        )
-        self.shown.plain = shown
+        ]
         if not self.console.is_terminal and (len(self.rows) % 10 == 0 or len(self.rows) == 1):
+            shown = "  ".join(self.shown.renderables)
             self.line(f"{len(self.rows):4d}/{self.iterations}  {shown}")
 
     def _write_rows(self, rows: list[dict[str, float]], mode: str) -> None:
@@ -201,7 +228,11 @@ class Report:
         ]
         for name, what in (
             ("skipped_nonfinite_steps", "optimiser steps skipped, loss or gradient not finite"),
-            ("nonfinite_rewards", "rewards not finite"),
+            ("nonfinite_rewards", "responses left out, reward not finite"),
+            (
+                "dropped_groups",
+                "groups left out, without a finite reward or a selection within the bounds",
+            ),
             ("prompts_too_long", "prompts left out, longer than the context"),
         ):
             values = [row.get(name, 0) for row in self.rows]
@@ -233,6 +264,7 @@ class Report:
                 if points:
                     axis.plot(*zip(*points, strict=True), label=name, linewidth=1)
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=8)
+            if axis.lines:
+                axis.legend(fontsize=8)
         figure.savefig(path, dpi=110)
         pyplot.close(figure)

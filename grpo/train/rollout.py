@@ -7,6 +7,7 @@ prompt is read once, whatever the number of responses; a step then scores one to
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,10 @@ class Responses(NamedTuple):
 
     tokens: list[list[int]]  # the end of turn included
     log_probs: list[list[float]]
+
+
+# `rollout(prompts, samples)`: that many responses to each prompt, given as its tokens.
+Rollout = Callable[[list[list[int]], int], Responses]
 
 
 class TransformersRollout:

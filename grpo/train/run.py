@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import os
 import random
@@ -12,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ from ..losses import DAPO, CISPOLoss, GRPOLoss
 from ..mc_advantage import MCAdvantage
 from ..trainer import GRPOTrainer
 from . import tasks
-from .collector import GROUP, Rollout, RolloutCollector, TrainerScores, TrimAndWeigh, encode_prompt
+from .collector import GROUP, RolloutCollector, TrainerScores, TrimAndWeigh, encode_prompt
 from .errors import InputError
 from .policy import PaddedPolicy
 from .report import Report
-from .rollout import TransformersRollout
+from .rollout import Rollout, TransformersRollout
 from .settings import LoggerName, LossName, RolloutName, Settings
 from .tiny_model import build_model, build_tokenizer
 from .warm_up import warm_up
@@ -68,34 +68,41 @@ def run(settings: Settings, *, resume: bool) -> None:
         report = Report(
             settings.output, settings.iterations, also=make_logger(settings, rank), quiet=rank > 0
         )
-        model.train()
-        if not resume:
-            if rank == 0:
-                settings.save(settings.output / "settings.json")
-            report.start()
-            with timeit("warm-up"):
-                warm_up_model(settings, tokenizer, model, task, report)
-        torch.manual_seed(seed)
-        trainer = build_trainer(
-            settings, tokenizer, model, task, prompt_length, report, rank, world, seed
-        )
-        if resume:
-            load_checkpoint(trainer, settings)
-            report.start()
-        try:
+        with report.messages():
+            model.train()
+            if not resume:
+                if rank == 0:
+                    settings.save(settings.output / "settings.json")
+                report.start()
+                with timeit("warm-up"):
+                    warm_up_model(settings, tokenizer, model, task, report)
+            torch.manual_seed(seed)
+            trainer = build_trainer(
+                settings, tokenizer, model, task, prompt_length, report, rank, world, seed
+            )
+            if resume:
+                load_checkpoint(trainer, settings)
+                report.start()
+            train(trainer, report)
+
+
+def train(trainer: GRPOTrainer, report: Report) -> None:
+    """To the last iteration, a stop or an error; the report is written in any case."""
+    try:
+        if len(report.rows) < report.iterations:  # a finished run may be resumed
             with report.live():
                 trainer.train()
-        except InputError:
+    except InputError:
+        raise
+    except Exception as error:
+        if not is_lost_contact(error):
             raise
-        except Exception as error:
-            if not is_lost_contact(error):
-                raise
-            raise InputError(
-                f"{type(error).__name__}: {str(error).splitlines()[0]} -- the run stopped after "
-                f"iteration {len(report.rows)}; go on with --resume {settings.output}"
-            ) from error
-        finally:
-            report.finish()
+        raise InputError(
+            f"{type(error).__name__}: {str(error).splitlines()[0]} -- the run stopped after "
+            f"iteration {len(report.rows)}; go on with --resume {report.directory}"
+        ) from error
+    finally:
+        report.finish()
 
 
 def check(settings: Settings) -> None:
@@ -125,6 +132,9 @@ def check(settings: Settings) -> None:
         raise InputError(f"--device {settings.device}: {str(error).splitlines()[0]}") from None
     if settings.data is not None and not settings.data.exists():
         raise InputError(f"--data {settings.data}: no such file")
+    if settings.logger is not LoggerName.csv and find_spec(settings.logger.value) is None:
+        package = settings.logger.value
+        raise InputError(f"--logger {package}: the package is missing; pip install {package}")
 
 
 @contextlib.contextmanager
@@ -271,18 +281,15 @@ def build_loss(settings: Settings, actor: nn.Module) -> GRPOLoss:
         raise InputError(str(error).splitlines()[0]) from None
 
 
-def make_transforms(settings: Settings) -> Compose:
-    """Of the replay buffer: groups go in and get their advantages, micro-batches come out."""
-    by_return = settings.keep_return_bounds is not None
-    return Compose(
-        MCAdvantage(
-            grpo_size=settings.group_size,
-            prompt_key=GROUP,
-            trajectory_return="sum" if by_return else None,
-            keep_return_bounds=settings.keep_return_bounds,
-            candidate_group_size=settings.candidates,
-        ),
-        TrimAndWeigh(),
+def make_advantages(settings: Settings) -> MCAdvantage:
+    """Selects from all responses to a prompt at once, when the last of them arrives."""
+    return MCAdvantage(
+        grpo_size=settings.group_size,
+        prompt_key=GROUP,
+        trajectory_return=None if settings.keep_return_bounds is None else "sum",
+        keep_return_bounds=settings.keep_return_bounds,
+        candidate_group_size=settings.candidates,
+        candidate_selection_min_size=settings.candidates,
     )
 
 
@@ -302,34 +309,29 @@ def build_trainer(
         raise InputError(f"--prompts {settings.prompts}: not a multiple of the {world} ranks")
     prompts, samples = settings.prompts // world, settings.candidates or settings.group_size
     dtype = getattr(torch, settings.dtype.value)
-    sizes = {
-        "prompts": prompts,
-        "samples": samples,
-        "prompt_length": prompt_length,
-        "max_new_tokens": settings.max_new_tokens,
-    }
-    if settings.ray:
-        with timeit("engine start"):
-            collector, buffer, sender = start_actors(settings, tokenizer, model, task, sizes, seed)
-    else:
-        with timeit("engine start"):
-            rollout, sender = make_rollout(settings, tokenizer, model)
-        collector = RolloutCollector(
-            task=task,
-            tokenizer=tokenizer,
-            rollout=rollout,
-            policy=model,
-            importance_cap=settings.importance_cap,
-            dtype=dtype,
-            seed=seed,
-            **sizes,
-        )
-        buffer = ReplayBuffer(
-            storage=LazyTensorStorage(prompts * samples),
-            sampler=SamplerWithoutReplacement(),
-            batch_size=settings.mini_batch,
-            transform=make_transforms(settings),
-        )
+    with timeit("engine start"):
+        start_rollout = start_ray_rollout if settings.ray else make_rollout
+        rollout, sender = start_rollout(settings, tokenizer, model, seed)
+    collector = RolloutCollector(
+        task=task,
+        tokenizer=tokenizer,
+        rollout=rollout,
+        policy=model,
+        prompts=prompts,
+        samples=samples,
+        prompt_length=prompt_length,
+        max_new_tokens=settings.max_new_tokens,
+        importance_cap=settings.importance_cap,
+        dtype=dtype,
+        seed=seed,
+    )
+    advantages = make_advantages(settings)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(prompts * samples),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=settings.mini_batch,
+        transform=Compose(advantages, TrimAndWeigh()),
+    )
     actor = PaddedPolicy(
         model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
     )
@@ -337,7 +339,6 @@ def build_trainer(
     if world > 1:
         loss = DistributedDataParallel(loss)
     directory = settings.output if rank == 0 else settings.output / f"rank{rank}"
-    quiet_torchrl()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
         trainer = GRPOTrainer(
@@ -370,9 +371,13 @@ def build_trainer(
     scores = TrainerScores(model, reference, dtype)
     trainer.register_op("process_optim_batch", scores)
 
+    if settings.ray:
+        trainer.register_module("rollout", rollout)  # the actor's random numbers
+
     def end_iteration() -> None:
-        collected = getattr(collector, "metrics", {})  # a Ray actor keeps them to itself
-        report.end_iteration(collected | scores.end_iteration(settings.epochs))
+        dropped = {"dropped_groups": advantages.dropped_groups}
+        advantages.reset_stats()
+        report.end_iteration(collector.metrics | dropped | scores.end_iteration(settings.epochs))
         if len(report.rows) == settings.iterations:
             trainer.request_stop("all iterations are done")
 
@@ -394,17 +399,8 @@ def rise_and_fall(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, (step + 1) / RISING_STEPS) * max(0.05, 1 - step / steps)
 
 
-def sampler_of(
-    max_new_tokens: int, end_id: int, pad_id: int, dtype: torch.dtype, model: PreTrainedModel
-) -> TransformersRollout:
-    """A rollout in the process of `model`."""
-    return TransformersRollout(
-        model, max_new_tokens=max_new_tokens, end_id=end_id, pad_id=pad_id, dtype=dtype
-    )
-
-
 def make_rollout(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, seed: int
 ) -> tuple[Rollout, Any]:
     """What samples responses, and what sends it new weights (None: it shares the policy's)."""
     if settings.rollout is RolloutName.vllm:
@@ -415,68 +411,48 @@ def make_rollout(
             tokenizer,
             max_new_tokens=settings.max_new_tokens,
             dtype=settings.dtype.value,
-            seed=settings.seed,
+            seed=seed,
         )
         return rollout, rollout
-    return make_sampler(settings, tokenizer)(model), None
-
-
-def make_sampler(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[PreTrainedModel], TransformersRollout]:
-    """Makes a rollout of a model; can be sent to another process."""
-    return partial(
-        sampler_of,
-        settings.max_new_tokens,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        getattr(torch, settings.dtype.value),
+    rollout = TransformersRollout(
+        model,
+        max_new_tokens=settings.max_new_tokens,
+        end_id=tokenizer.eos_token_id,
+        pad_id=tokenizer.pad_token_id,
+        dtype=getattr(torch, settings.dtype.value),
     )
+    return rollout, None
 
 
-def start_actors(
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
-    task: tasks.Task,
-    sizes: dict[str, int],
-    seed: int,
-) -> tuple:
-    """The Ray collector, its replay buffer, and what sends it weights."""
-    if settings.importance_cap is not None or settings.rollout is not RolloutName.transformers:
-        raise InputError("--ray: not with --importance-cap or --rollout vllm")
+def start_ray_rollout(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, seed: int
+) -> tuple[Rollout, Any]:
+    """`make_rollout`, in an actor."""
     try:
-        from .ray_rollout import ProblemEnv, start_rollout_actor
+        from .ray_rollout import RayRollout
     except ImportError as error:
         raise InputError(f"--ray: {error}; pip install ray") from None
-    return start_rollout_actor(
-        model=model,
-        make_rollout=make_sampler(settings, tokenizer),
-        make_env=partial(ProblemEnv, task, tokenizer, seed=seed, **sizes),
-        make_transforms=partial(make_transforms, settings),
-        rows=sizes["prompts"] * sizes["samples"],
-        mini_batch=settings.mini_batch,
-        samples=sizes["samples"],
-        max_new_tokens=settings.max_new_tokens,
-        seed=seed,
-        threads=settings.threads,
-    )
+    make = partial(make_rollout, settings, tokenizer, seed=seed)
+    rollout = RayRollout(model, make, seed=seed, threads=settings.threads)
+    return rollout, rollout
 
 
 def make_logger(settings: Settings, rank: int) -> Logger | None:
     """The torchrl logger that was asked for."""
     if rank > 0 or settings.logger is LoggerName.csv:
         return None
+    name, directory = settings.output.resolve().name, str(settings.output)
+    if settings.logger is LoggerName.tensorboard:
+        from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+        return TensorboardLogger(name, log_dir=directory)
+    import wandb
+    from torchrl.record.loggers.wandb import WandbLogger
+
     try:
-        if settings.logger is LoggerName.tensorboard:
-            from torchrl.record.loggers.tensorboard import TensorboardLogger
-
-            return TensorboardLogger(settings.output.name, log_dir=str(settings.output))
-        from torchrl.record.loggers.wandb import WandbLogger
-
-        return WandbLogger(exp_name=settings.output.name, save_dir=str(settings.output))
-    except ImportError as error:
-        raise InputError(f"--logger {settings.logger.value}: {error}") from None
+        return WandbLogger(name, save_dir=directory)
+    except wandb.Error as error:
+        raise InputError(f"--logger wandb: {str(error).splitlines()[0]}") from None
 
 
 def load_checkpoint(trainer: GRPOTrainer, settings: Settings) -> None:
@@ -502,8 +478,3 @@ def is_lost_contact(error: Exception) -> bool:
     if names & {"RayError", "DistError", "EngineDeadError"}:
         return True
     return "Connection closed by peer" in str(error) or "Connection reset" in str(error)
-
-
-def quiet_torchrl() -> None:
-    """Its notes on storages and the like say nothing to the user of this program."""
-    logging.getLogger("torchrl").setLevel(logging.WARNING)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from grpo.train import run
 from grpo.train.__main__ import app
+from grpo.train.collector import TrainerScores
 from grpo.train.tasks import Problem, sort
 from grpo.train.tiny_model import build_model, build_tokenizer
 
@@ -60,6 +62,10 @@ def nan_reward(rng):
     problem = sort(rng)
     calls = iter([math.nan])
     return problem._replace(reward=lambda text: next(calls, problem.reward(text)))
+
+
+def huge_reward(rng):
+    return sort(rng)._replace(reward=lambda text: 1e39)
 
 
 def always_equal(rng):
@@ -125,6 +131,14 @@ def test_resuming_gives_the_parameters_of_the_uninterrupted_run(tmp_path):
     assert [row["iteration"] for row in again] == [1, 2, 3]
     for name in ("reward_mean", "loss_objective", "grad_norm"):
         assert again[2][name] == whole[2][name]
+
+
+def test_resuming_a_finished_run_trains_no_further(tmp_path):
+    train(tmp_path)
+    before = weights(tmp_path)
+    assert "3 iterations in" in train(tmp_path / "nowhere", "--resume", tmp_path)
+    assert len(rows(tmp_path)) == 3
+    assert torch.equal(weights(tmp_path), before)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +209,22 @@ def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, options, message):
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_logger_that_is_not_installed_is_one_clear_line(tmp_path, monkeypatch, package):
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    output = train(tmp_path, "--logger", package, code=2)
+    assert output.strip().endswith(f"the package is missing; pip install {package}")
+
+
+def test_tensorboard_gets_every_iteration(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(tmp_path, "--logger", "tensorboard")
+    (directory,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    accumulator = events.EventAccumulator(str(directory)).Reload()
+    for name in ("reward_mean", "solved", "tokens_per_second"):
+        assert [event.step for event in accumulator.Scalars(name)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -217,11 +247,56 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path):
     assert "do not belong together" in train(tmp_path / "r", "--model", tmp_path, code=2)
 
 
-def test_a_nan_reward_is_counted_and_the_run_goes_on(tmp_path):
-    train(tmp_path, "--task", "test_command_line:nan_reward")
-    table = rows(tmp_path)
-    assert [row["nonfinite_rewards"] for row in table] == [2, 2, 2]
+def buffer_after(iterations, output, *options, monkeypatch):
+    """What was trained on in each iteration, and the groups that still wait at the end."""
+    made, trained = [], []
+    make = run.make_advantages
+    monkeypatch.setattr(run, "make_advantages", lambda s: made.append(make(s)) or made[0])
+    monkeypatch.setattr(
+        TrainerScores,
+        "__call__",
+        lambda self, batch, call=TrainerScores.__call__: trained.append(batch) or call(self, batch),
+    )
+    train(output, "--mini-batch", 64, "--iterations", iterations, *options)
+    assert len(trained) == iterations
+    return trained, made[0].queued_groups
+
+
+@pytest.mark.parametrize("options", ["", "--candidates 5 --keep-return-bounds -1 2"])
+def test_a_response_of_nan_reward_is_left_out_and_the_others_of_its_group_stay_together(
+    tmp_path, monkeypatch, options
+):
+    trained, waiting = buffer_after(
+        *(2, tmp_path, "--group-size", 4, "--task", "test_command_line:nan_reward"),
+        *options.split(),
+        monkeypatch=monkeypatch,
+    )
+    responses = 4 if options else 3  # of the five candidates four are left
+    for iteration, batch in enumerate(trained):
+        assert batch["group"].unique().tolist() == [2 * iteration, 2 * iteration + 1]
+        assert batch["group"].bincount().tolist()[-2:] == [responses] * 2
+        sums = [batch["advantage"][batch["group"] == g].sum() for g in batch["group"].unique()]
+        assert torch.stack(sums).abs().max() < 1e-4
+    assert waiting == 0
+    assert [row["nonfinite_rewards"] for row in rows(tmp_path)] == [2, 2]
     assert weights(tmp_path).isfinite().all()
+    assert "4 responses left out, reward not finite" in (tmp_path / "summary.txt").read_text()
+
+
+def test_a_group_is_selected_once_and_from_all_candidates(tmp_path, monkeypatch):
+    trained, waiting = buffer_after(
+        *(2, tmp_path, "--group-size", 2, "--candidates", 7, "--keep-return-bounds", -1, 2),
+        monkeypatch=monkeypatch,
+    )
+    for batch in trained:
+        assert batch["group"].bincount().tolist()[-2:] == [2, 2]
+    assert waiting == 0
+
+
+def test_rewards_beyond_single_precision_count_as_not_finite(tmp_path):
+    train(tmp_path, "--task", "test_command_line:huge_reward")
+    assert [row["nonfinite_rewards"] for row in rows(tmp_path)] == [4, 4, 4]
+    assert [row["dropped_groups"] for row in rows(tmp_path)] == [2, 2, 2]
 
 
 def test_groups_of_equal_rewards_and_empty_responses_do_no_harm(tmp_path):
@@ -234,8 +309,9 @@ def test_groups_of_equal_rewards_and_empty_responses_do_no_harm(tmp_path):
 
 
 def test_groups_that_are_all_dropped_are_no_step(tmp_path):
-    train(tmp_path, "--keep-return-bounds", 2, 3)
-    assert len(rows(tmp_path)) == 3
+    output = train(tmp_path, "--keep-return-bounds", 2, 3)
+    assert [row["dropped_groups"] for row in rows(tmp_path)] == [2, 2, 2]
+    assert "6 groups left out, without a finite reward or a selection" in output
 
 
 def test_prompts_longer_than_the_context_are_left_out_and_counted(tmp_path):

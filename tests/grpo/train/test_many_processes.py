@@ -1,7 +1,10 @@
 """Runs over several processes: torchrun's ranks, Ray's actors, and what happens if one dies."""
 
 import csv
+import importlib.util
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,13 +113,33 @@ def test_a_dead_rank_ends_the_run_with_one_line_and_it_resumes(tmp_path):
     assert len(rows(tmp_path)) == 12
 
 
-def test_ray_samples_in_an_actor(tmp_path):
+def test_ray_samples_in_an_actor_and_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     pytest.importorskip("ray")
-    finish(start("-m", "grpo.train", *OPTIONS, "--ray", "--iterations", 2, "--output", tmp_path))
-    table = rows(tmp_path)
-    assert len(table) == 2
-    # The actor's weights are the trainer's: its log-probs agree in the second iteration too.
-    assert float(table[1]["rollout_difference"]) < 1e-5
+    options = [*OPTIONS, "--ray", "--importance-cap", 2, "--iterations", 3]
+    finish(start("-m", "grpo.train", *options, "--output", tmp_path / "whole"))
+    whole = rows(tmp_path / "whole")
+    assert len(whole) == 3
+    for row in whole:
+        # The actor's weights are the trainer's: its log-probs agree after every iteration.
+        assert float(row["rollout_difference"]) < 1e-5
+        assert row["solved"] != ""
+        assert row["nonfinite_rewards"] == "0"
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(max((tmp_path / "again/checkpoints").iterdir()))  # of the last iteration
+    finish(start("-m", "grpo.train", "--resume", tmp_path / "again"))
+    again = rows(tmp_path / "again")
+    for name in ("reward_mean", "loss_objective", "grad_norm"):
+        assert [row[name] for row in again] == [row[name] for row in whole]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
+def test_what_fails_in_the_actor_is_one_line_here(tmp_path):
+    pytest.importorskip("ray")
+    output = finish(
+        start("-m", "grpo.train", *OPTIONS, "--ray", "--rollout", "vllm", "--output", tmp_path), 2
+    )
+    assert len(re.findall("^error: --rollout vllm: No module", output, re.MULTILINE)) == 1, output
+    assert "Traceback" not in output
 
 
 def test_a_dead_rollout_actor_ends_the_run_with_one_line_and_it_resumes(tmp_path):
@@ -128,7 +151,7 @@ def test_a_dead_rollout_actor_ends_the_run_with_one_line_and_it_resumes(tmp_path
     (actor,) = [
         pid
         for pid, command in descendants(process.pid).items()
-        if command.startswith("ray::LLMCollector")
+        if command.startswith("ray::Sampler")
     ]
     os.kill(actor, signal.SIGKILL)
     output = finish(process, code=2)

@@ -67,6 +67,21 @@ def test_stale_weights_raise_until_they_are_sent(rollout):
     assert rollout([[1]], 1).tokens
 
 
+def test_weights_sent_to_a_ray_actor_reach_its_engine(rollout):
+    pytest.importorskip("ray")
+    from grpo.train.ray_rollout import Sampler
+
+    sampler = Sampler()
+    sampler.start(rollout.model, "cpu", lambda model: (rollout, rollout), seed=0, threads=1)
+    weights = {name: value + 1 for name, value in rollout.model.state_dict().items()}
+    sampler.load_weights(weights)
+    assert rollout.engine.calls[0][0] == "reload_weights"
+    responses, _ = sampler.sample([[1]], 1)  # which stale weights would forbid
+    assert responses.tokens
+    for name, value in rollout.model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllm_agrees_with_the_trainer_after_each_update(tmp_path):
