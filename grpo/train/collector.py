@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError
 from .rollout import Responses, Rollout, pad_left, score
-from .tasks import Problem, Task
+from .tasks import Problem, Task, reward_of
 
 GROUP = "group"  # one number for all responses to one prompt
 
@@ -58,17 +58,8 @@ def rewards_of(
 ) -> list[float]:
     """The reward of each response; the responses to one problem stand together."""
     samples = len(responses) // len(problems)
-    rewards = []
-    for index, text in enumerate(tokenizer.batch_decode(responses, skip_special_tokens=True)):
-        problem = problems[index // samples]
-        try:
-            rewards.append(float(problem.reward(text)))
-        except Exception as error:
-            raise InputError(
-                f"the reward of {problem.source} failed on the response {text!r}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return rewards
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return [reward_of(problems[index // samples], text) for index, text in enumerate(texts)]
 
 
 def padded_batch(

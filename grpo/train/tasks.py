@@ -13,7 +13,7 @@ from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import InputError
+from .errors import InputError, blamed_on, quoted
 
 
 class Problem(NamedTuple):
@@ -113,6 +113,45 @@ def evaluate(expression: str) -> Fraction | None:
 BUILT_IN: dict[str, Task] = {"sort": sort, "add": add, "countdown": countdown}
 
 
+# What comes from outside
+
+
+def check_text(what: str, text: str, source: str) -> None:
+    """JSON and Python can write half of a surrogate pair, which no tokenizer reads."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InputError(f"{source}: the {what} {quoted(text)} is not valid Unicode text")
+
+
+def check_problem(problem: object, source: str) -> None:
+    """Whether what a task returned is a problem; `source` is named if not."""
+    if not isinstance(problem, Problem):
+        raise InputError(
+            f"{source}: must return a grpo.train.tasks.Problem, got {type(problem).__name__}"
+        )
+    if not isinstance(problem.prompt, str):
+        raise InputError(
+            f"{source}: the prompt of a Problem must be a string, got {quoted(problem.prompt)}"
+        )
+    if not callable(problem.reward):
+        raise InputError(
+            f"{source}: the reward of a Problem must be a function of the response, got "
+            f"{quoted(problem.reward)}"
+        )
+    if not isinstance(problem.answer, str | None):
+        raise InputError(
+            f"{source}: the answer of a Problem must be a string or None, got "
+            f"{quoted(problem.answer)}"
+        )
+    check_text("prompt", problem.prompt, source)
+    check_text("answer", problem.answer or "", source)
+
+
+def reward_of(problem: Problem, response: str) -> float:
+    """The reward of a response; what its function raises is an InputError."""
+    with blamed_on(f"{problem.source}: the reward failed on the response {quoted(response)}"):
+        return float(problem.reward(response))
+
+
 # Rewards for a file of prompts and answers
 
 
@@ -135,7 +174,8 @@ def numeric(answer: str, source: str) -> Callable[[str], float]:
         number = math.nan
     if not math.isfinite(number):
         raise InputError(
-            f"{source}: the answer {answer!r} is not a finite number: no response can match it"
+            f"{source}: the answer {quoted(answer)} is not a finite number: no response can "
+            "match it"
         )
 
     def reward(response: str) -> float:
@@ -145,14 +185,17 @@ def numeric(answer: str, source: str) -> Callable[[str], float]:
     return reward
 
 
+EVERY_CHARACTER = "".join(map(chr, range(128)))
+
+
 def regex(answer: str, source: str) -> Callable[[str], float]:
     """1 if the answer, a regular expression, is found in the response."""
-    try:
+    with blamed_on(f"{source}: the answer {quoted(answer)} is not a regular expression"):
         pattern = re.compile(answer)
-    except re.error as error:
-        raise InputError(
-            f"{source}: the answer {answer!r} is not a regular expression: {error}"
-        ) from None
+    # What `(?!...)` excludes need not be among the characters.
+    excludes = "(?!" in answer or "(?<!" in answer
+    if pattern.search("") and pattern.search(EVERY_CHARACTER) and not excludes:
+        raise InputError(f"{source}: the answer {quoted(answer)} matches any response")
     return lambda response: float(pattern.search(response) is not None)
 
 
@@ -164,13 +207,13 @@ def read_problems(path: Path, reward: str) -> list[Problem]:
     if reward not in REWARDS:
         raise InputError(f"--reward {reward}: unknown; accepted: {', '.join(REWARDS)}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"--data {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"--data {path}: not UTF-8 text: {error.reason}") from None
     problems = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() also cuts within strings
         if not line.strip():
             continue
         source = f"{path} line {number}"
@@ -178,12 +221,20 @@ def read_problems(path: Path, reward: str) -> list[Problem]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{source}: not JSON: {error.msg} at column {error.colno}") from None
+        except (ValueError, RecursionError) as error:  # too long a number, too deep a nesting
+            raise InputError(f"{source}: {type(error).__name__}: {error}") from None
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise InputError(f'{source}: needs {{"prompt": "...", "answer": "..."}}, got {line!r}')
+            raise InputError(
+                f'{source}: needs {{"prompt": "...", "answer": "..."}}, got {quoted(line)}'
+            )
         answer = entry.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-            raise InputError(f"{source}: the answer must be a string or a number, got {answer!r}")
+            raise InputError(
+                f"{source}: the answer must be a string or a number, got {quoted(answer)}"
+            )
         answer = str(answer)
+        check_text("prompt", entry["prompt"], source)
+        check_text("answer", answer, source)
         problems.append(
             Problem(
                 entry["prompt"],
@@ -204,22 +255,22 @@ def drawn_from(problems: list[Problem]) -> Task:
 
 def load_function(name: str) -> Task:
     """The task `module:function`; the function is called as a built-in task is."""
+    source = f"--task {name}"
     module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
+    if not module_name or not attribute or module_name.startswith("."):
         raise InputError(
-            f"--task {name}: accepted: {', '.join(BUILT_IN)}, or module:function with a function "
+            f"{source}: accepted: {', '.join(BUILT_IN)}, or module:function with a function "
             "of a random.Random that returns a grpo.train.tasks.Problem"
         )
-    try:
+    with blamed_on(source):
         function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"--task {name}: {error}") from None
-    try:
-        problem = function(random.Random(0))
-    except Exception as error:
-        raise InputError(f"--task {name}: {type(error).__name__}: {error}") from error
-    if not isinstance(problem, Problem):
-        raise InputError(
-            f"--task {name}: must return a grpo.train.tasks.Problem, got {type(problem).__name__}"
-        )
-    return function
+
+    def task(rng: random.Random) -> Problem:
+        with blamed_on(source):
+            problem = function(rng)
+        check_problem(problem, source)
+        named = problem.source != Problem._field_defaults["source"]
+        return problem if named else problem._replace(source=source)
+
+    task(random.Random(0))
+    return task

@@ -1,11 +1,13 @@
 """`python -m grpo.train`, in this process and small: what it writes, refuses and survives."""
 
 import csv
+import itertools
 import math
 import os
 import re
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -37,6 +39,14 @@ def train(output, *options, code=0, small=SMALL):
         raise result.exception
     assert result.exit_code == code, result.output
     return result.output
+
+
+def one_error(output):
+    """The error that ended a run, which is its last line and the only one of its kind."""
+    lines = output.splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:], output
+    assert "Traceback" not in output
+    return lines[-1]
 
 
 def rows(output):
@@ -202,11 +212,38 @@ def test_data_from_a_file(tmp_path):
 )
 def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
-    output = train(tmp_path / "run", *options.split(), code=2)
-    errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert re.search(message, errors[0]), errors[0]
-    assert "Traceback" not in output
+    error = one_error(train(tmp_path / "run", *options.split(), code=2))
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda: [][0], "IndexError: list index out of range"),
+        (lambda: sys.exit("no more\nproblems"), "SystemExit: no more problems"),
+        (lambda: None, "must return a grpo.train.tasks.Problem, got NoneType"),
+        (lambda: Problem("sort 1", lambda text: sys.exit(1)), "the reward failed .*SystemExit: 1"),
+        (lambda: Problem("sort 1", lambda text: None), "the reward failed .*TypeError"),
+        (lambda: Problem("sort 1", lambda text: 1 / 0, source="mine"), "mine: the reward failed"),
+    ],
+)
+def test_a_task_that_fails_in_the_second_iteration_leaves_a_checkpoint(
+    tmp_path, monkeypatch, fault, message
+):
+    first = 1 + run.TRIAL_DRAWS + 2  # loading, the trial and an iteration of two prompts
+    draws = itertools.count()
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "fails_later",
+        lambda rng: sort(rng) if next(draws) < first else fault(),
+        raising=False,
+    )
+    options = ("--task", "test_command_line:fails_later", "--warm-up-steps", 0)
+    error = one_error(train(tmp_path, *options, code=2))
+    assert re.search(message, error)
+    assert error.startswith(("error: --task test_command_line:fails_later: ", "error: mine: "))
+    assert len(rows(tmp_path)) == 1
+    assert weights(tmp_path).isfinite().all()
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])

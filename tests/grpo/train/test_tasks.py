@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from fractions import Fraction
 
 import pytest
@@ -102,6 +103,47 @@ def test_a_bad_line_is_named(tmp_path, line, reward, message):
         tasks.read_problems(write(tmp_path / "data.jsonl", good, line), reward)
 
 
+@pytest.mark.parametrize(
+    ("line", "reward", "message"),
+    [
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "exact", "line 2: .*4300 digits"),
+        ("[" * 100_000, "exact", "line 2: RecursionError"),
+        (r'{"prompt": "\ud800", "answer": "1"}', "exact", r"line 2: the prompt '\\ud800' is not"),
+        (r'{"prompt": "a", "answer": "\ud800"}', "exact", r"line 2: the answer '\\ud800' is not"),
+        (r'{"prompt": "a", "answer": "\ud800"}', "regex", r"line 2: the answer '\\ud800' is not"),
+        ('{"prompt": "a", "answer": "' + "(" * 5000 + '"}', "regex", "line 2: .* not a regular"),
+        ('{"prompt": "a", "answer": "a{99999999999}"}', "regex", "line 2: .* not a regular"),
+        ('{"prompt": "a", "answer": ""}', "regex", "line 2: the answer '' matches any response"),
+        ('{"prompt": "a", "answer": "x?"}', "regex", "line 2: the answer 'x.' matches any"),
+        ('{"answer": "' + "x" * 5000 + '"}', "exact", "line 2: needs"),
+    ],
+)
+def test_what_python_cannot_read_is_one_short_line(tmp_path, line, reward, message):
+    with pytest.raises(InputError, match=message) as caught:
+        tasks.read_problems(
+            write(tmp_path / "data.jsonl", '{"prompt":"a","answer":"1"}', line), reward
+        )
+    assert len(str(caught.value)) < 500
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("answer", ["^$", "^[^x]*$", "^(?!.*sorry)"])
+def test_a_regular_expression_may_match_the_empty_response(tmp_path, answer):
+    line = json.dumps({"prompt": "a", "answer": answer})
+    (problem,) = tasks.read_problems(write(tmp_path / "data.jsonl", line), "regex")
+    assert problem.reward("") == 1.0
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_only_line_feeds_separate_lines(tmp_path, start, end):
+    prompts = ["a\u2028b", "c\u0085d\x7f", "e"]
+    lines = [json.dumps({"prompt": p, "answer": 1}, ensure_ascii=False) for p in prompts]
+    path = tmp_path / "data.jsonl"
+    path.write_bytes((start + end.join(lines)).encode())
+    assert [problem.prompt for problem in tasks.read_problems(path, "exact")] == prompts
+
+
 def test_a_bad_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"none\.jsonl: No such file"):
         tasks.read_problems(tmp_path / "none.jsonl", "exact")
@@ -120,12 +162,49 @@ def test_a_bad_file_is_named(tmp_path):
         ("math:no_such_function", "has no attribute"),
         ("grpo.train.tasks:exact", "missing 1 required positional argument|must return"),
         ("builtins:str", "must return a grpo.train.tasks.Problem, got str"),
+        (".relative:f", "accepted: sort, add, countdown, or module:function"),
+        ("math:pi", "TypeError: 'float' object is not callable"),
+        ("sys:exit", "SystemExit: <random.Random"),
     ],
 )
 def test_a_bad_task_is_named(name, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"^--task {re.escape(name)}: .*{message}"):
         tasks.load_function(name)
 
 
-def test_a_function_is_a_task():
-    assert tasks.load_function("grpo.train.tasks:add")(random.Random(1)).answer
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(:", "SyntaxError: .*line 1"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit", "SystemExit"),
+        ("raise ValueError('one\\ntwo')", "ValueError: one two"),
+        ("def f(rng): raise SystemExit(3)", "SystemExit: 3"),
+        ("def f(rng): return None", "must return a grpo.train.tasks.Problem, got NoneType"),
+        ("def f(rng): return Problem(5, len)", "the prompt of a Problem must be a string, got 5"),
+        ("def f(rng): return Problem('a', 1.0)", "the reward .* must be a function.*, got 1.0"),
+        ("def f(rng): return Problem('a', len, 3)", "the answer .* a string or None, got 3"),
+        (r"def f(rng): return Problem('\ud800', len)", "the prompt .* is not valid Unicode"),
+        (r"def f(rng): return Problem('', len, '\ud800')", "the answer .* is not valid Unicode"),
+    ],
+)
+def test_a_task_that_fails_is_one_line(tmp_path, monkeypatch, source, message):
+    name = f"task_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(f"{source}\nfrom grpo.train.tasks import Problem\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=f"^--task {name}:f: .*{message}") as caught:
+        tasks.load_function(f"{name}:f")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_ctrl_c_in_a_task_is_not_the_tasks_fault(tmp_path, monkeypatch):
+    (tmp_path / "interrupted_task.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.load_function("interrupted_task:f")
+
+
+def test_a_function_is_a_task_and_is_named_in_errors():
+    problem = tasks.load_function("grpo.train.tasks:add")(random.Random(1))
+    assert problem.answer
+    assert problem.source == "--task grpo.train.tasks:add"
