@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl._utils import timeit
+from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Transform
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +20,7 @@ from .tasks import Problem, Task, reward_of
 
 GROUP = "group"  # one number for all responses to one prompt
 
-# Draws in a row that may be too long for the context before the task is given up.
+# Draws in a row that may be too long before the task is given up.
 MOST_UNUSABLE_DRAWS = 1000
 
 
@@ -36,19 +37,21 @@ def draw_prompts(
     task: Task, rng: random.Random, tokenizer: PreTrainedTokenizerBase, count: int, longest: int
 ) -> tuple[list[Problem], list[list[int]], int]:
     """`count` problems, their prompts' tokens, and how many were left out as too long."""
-    problems, prompts, too_long = [], [], 0
+    problems, prompts, too_long, in_a_row = [], [], 0, 0
     while len(prompts) < count:
         problem = task(rng)
         prompt = encode_prompt(tokenizer, problem.prompt)
         if len(prompt) <= longest:
             problems.append(problem)
             prompts.append(prompt)
+            in_a_row = 0
             continue
         too_long += 1
-        if too_long == MOST_UNUSABLE_DRAWS:
+        in_a_row += 1
+        if in_a_row == MOST_UNUSABLE_DRAWS:
             raise InputError(
-                f"{too_long} prompts are longer than {longest} tokens, which is all that the "
-                "model's context has room for"
+                f"{problem.source}: {in_a_row} prompts in a row are longer than {longest} tokens, "
+                "which is all that --max-new-tokens leaves of the model's context"
             )
     return problems, prompts, too_long
 
@@ -111,7 +114,7 @@ class RolloutCollector:
         policy: nn.Module,
         prompts: int,
         samples: int,
-        prompt_length: int,
+        prompt_length: int,  # the longest that is taken
         max_new_tokens: int,
         importance_cap: float | None,
         dtype: torch.dtype,
@@ -154,7 +157,7 @@ class RolloutCollector:
             "prompts_too_long": too_long,
         }
         pad_id = self.tokenizer.pad_token_id
-        tokens, mask = pad_left(prompts, pad_id, width=self.prompt_length)
+        tokens, mask = pad_left(prompts, pad_id)
         batch = padded_batch(
             tokens.repeat_interleave(self.samples, 0),
             mask.repeat_interleave(self.samples, 0),
@@ -209,6 +212,19 @@ class RolloutCollector:
 
     def shutdown(self) -> None:
         """Nothing to stop."""
+
+
+class BatchStorage(LazyTensorStorage):
+    """Holds one batch at a time, each as wide as its own longest prompt.
+
+    A fixed width would have to be that of the model's context, whatever the prompts need of it.
+    """
+
+    def _empty(self) -> None:
+        super()._empty()
+        # As before the first batch, to the structure of which torchrl's storage holds on.
+        self.initialized = False
+        self._storage = self._storage_keys = self._total_shape_value = None
 
 
 def trim(batch: TensorDictBase) -> TensorDictBase:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
-from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 from torchrl.record.loggers import Logger
 from torchrl.trainers.trainers import LRSchedulerHook
@@ -30,7 +30,14 @@ from ..losses import DAPO, CISPOLoss, GRPOLoss
 from ..mc_advantage import MCAdvantage
 from ..trainer import GRPOTrainer
 from . import tasks
-from .collector import GROUP, RolloutCollector, TrainerScores, TrimAndWeigh, encode_prompt
+from .collector import (
+    GROUP,
+    BatchStorage,
+    RolloutCollector,
+    TrainerScores,
+    TrimAndWeigh,
+    encode_prompt,
+)
 from .errors import InputError
 from .policy import PaddedPolicy
 from .report import Report
@@ -185,12 +192,7 @@ def fit_prompts(
     problems: list[tasks.Problem] | None,
 ) -> int:
     """The longest prompt that is taken, in tokens; what does not fit is left out and counted."""
-    context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
-    room = context - settings.max_new_tokens
-    if room < 1:
-        raise InputError(
-            f"--max-new-tokens {settings.max_new_tokens}: the model's context is {context} tokens"
-        )
+    room, context = prompt_room(settings, model)
     rng = random.Random(0)
     trial = problems or [task(rng) for _ in range(TRIAL_DRAWS)]
     lengths = []
@@ -203,13 +205,24 @@ def fit_prompts(
             )
         lengths.append(len(tokens))
         check_answer(settings, tokenizer, problem)
-    fitting = [length for length in lengths if length <= room]
-    if not fitting:
+    if min(lengths) > room:
+        which = "prompts" if problems else f"of {TRIAL_DRAWS} prompts drawn"
         raise InputError(
-            f"all prompts are longer than {room} tokens: the model's context is {context}, of "
+            f"all {which} are longer than {room} tokens: the model's context is {context}, of "
             f"which --max-new-tokens takes {settings.max_new_tokens}"
         )
-    return max(fitting)
+    return room
+
+
+def prompt_room(settings: Settings, model: PreTrainedModel) -> tuple[int, int]:
+    """What a response leaves of the model's context, and the context, in tokens."""
+    context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    room = context - settings.max_new_tokens
+    if room < 1:
+        raise InputError(
+            f"--max-new-tokens {settings.max_new_tokens}: the model's context is {context} tokens"
+        )
+    return room, context
 
 
 def check_answer(
@@ -251,6 +264,8 @@ def warm_up_model(
         task,
         steps=steps,
         rows=WARM_UP_ROWS,
+        prompt_length=prompt_room(settings, model)[0],
+        max_new_tokens=settings.max_new_tokens,
         learning_rate=WARM_UP_LEARNING_RATE,
         seed=settings.seed,
         after_step=losses.append,
@@ -327,7 +342,7 @@ def build_trainer(
     )
     advantages = make_advantages(settings)
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(prompts * samples),
+        storage=BatchStorage(prompts * samples),
         sampler=SamplerWithoutReplacement(),
         batch_size=settings.mini_batch,
         transform=Compose(advantages, TrimAndWeigh()),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .collector import encode_prompt
+from .collector import draw_prompts
 from .errors import InputError
 from .rollout import pad_left
 from .tasks import Task
@@ -24,24 +24,30 @@ def warm_up(
     *,
     steps: int,
     rows: int,
+    prompt_length: int,
+    max_new_tokens: int,
     learning_rate: float,
     seed: int,
     after_step: Callable[[float], None],
 ) -> None:
-    """`steps` AdamW steps on `rows` right answers each; `after_step(loss)` after every one."""
+    """`steps` AdamW steps on `rows` right answers each; `after_step(loss)` after every one.
+
+    Prompts longer than `prompt_length` tokens are left out, as in training, and an answer ends
+    where a response would.
+    """
     rng = random.Random(f"warm-up {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     device = next(model.parameters()).device
     for _ in range(steps):
+        problems, prompts, _ = draw_prompts(task, rng, tokenizer, rows, prompt_length)
         texts, targets = [], []
-        for problem in (task(rng) for _ in range(rows)):
+        for problem, prompt in zip(problems, prompts, strict=True):
             if problem.answer is None:
                 raise InputError(
-                    f"{problem.source} has no answer to learn from; pass --warm-up-steps 0"
+                    f"{problem.source}: no answer to learn from; pass --warm-up-steps 0"
                 )
-            prompt = encode_prompt(tokenizer, problem.prompt)
             answer = tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-            answer = [*answer, tokenizer.eos_token_id]
+            answer = [*answer, tokenizer.eos_token_id][:max_new_tokens]
             texts.append(prompt + answer)
             targets.append([IGNORED] * len(prompt) + answer)
         tokens, mask = pad_left(texts, tokenizer.pad_token_id, device)

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from grpo.train import run
@@ -206,7 +207,6 @@ def test_data_from_a_file(tmp_path):
         ("--max-new-tokens 200", "the model's context is 128"),
         ("--max-new-tokens 3", "no response of --max-new-tokens 3 can match it"),
         ("--resume nowhere", "--resume nowhere: no run there"),
-        ("--task test_command_line:long", "all prompts are longer than"),
         ("--task test_command_line:broken_reward", "failed on the response .* ZeroDivisionError"),
     ],
 )
@@ -355,6 +355,56 @@ def test_prompts_longer_than_the_context_are_left_out_and_counted(tmp_path):
     output = train(tmp_path, "--task", "test_command_line:sometimes_long")
     assert "prompts left out, longer than the context" in output
     assert sum(row["prompts_too_long"] for row in rows(tmp_path)) > 0
+
+
+def test_a_prompt_that_fits_is_taken_though_the_trial_saw_only_shorter_ones(tmp_path, monkeypatch):
+    counter = itertools.count()
+    monkeypatch.setattr(run, "TRIAL_DRAWS", 4)
+
+    def grows(rng):
+        count = next(counter) - 4  # loading and the trial have a digit each
+        return Problem("sort " + "1" * max(1, 20 * count), lambda text: rng.random(), "1")
+
+    monkeypatch.setattr(sys.modules[__name__], "grows", grows, raising=False)
+    options = ("--task", "test_command_line:grows", "--warm-up-steps", 0, "--iterations", 2)
+    train(tmp_path, *options, "--save-every", 1)
+    assert [row["prompts_too_long"] for row in rows(tmp_path)] == [0, 0]
+    assert next(counter) == 9
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("test_command_line:long", "all of 512 prompts drawn are longer than 116 tokens"),
+        (None, "all prompts are longer than 116 tokens: the model's context is 128, of which "),
+    ],
+)
+def test_when_no_prompt_fits_it_is_said_which(tmp_path, task, message):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "' + "1" * 200 + '", "answer": 1}\n')
+    options = ("--data", data) if task is None else ("--task", task)
+    assert message in one_error(train(tmp_path / "run", *options, code=2))
+
+
+def test_the_warm_up_keeps_within_the_context(tmp_path, monkeypatch):
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"n_positions": 48, "n_embd": 16, "n_layer": 1, "n_head": 1}
+    ends = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    config = GPT2Config(vocab_size=len(tokenizer), **sizes, **ends)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    draws = itertools.count()
+    monkeypatch.setattr(run, "TRIAL_DRAWS", 4)
+
+    def lengthening(rng):
+        draw = next(draws)  # loading and the trial have a digit each
+        digits = "1" * (1 if draw < 5 else draw % 60)
+        return Problem(f"sort {digits}", lambda text: 0.0, digits)
+
+    monkeypatch.setattr(sys.modules[__name__], "lengthening", lengthening, raising=False)
+    options = ("--model", tmp_path / "model", "--task", "test_command_line:lengthening")
+    train(tmp_path / "run", *options, "--warm-up-steps", 2, "--iterations", 1)
+    assert len(rows(tmp_path / "run")) == 1
 
 
 def test_ctrl_c_saves_and_ends_cleanly(tmp_path):

@@ -1,11 +1,24 @@
 """Sampling with the KV-cache, and the batch that is made of it."""
 
+import itertools
 import random
 
 import pytest
 import torch
+from tensordict import TensorDict
+from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 
-from grpo.train.collector import RolloutCollector, TrainerScores, encode_prompt, response_mask, trim
+from grpo.train import collector
+from grpo.train.collector import (
+    BatchStorage,
+    RolloutCollector,
+    TrainerScores,
+    draw_prompts,
+    encode_prompt,
+    response_mask,
+    trim,
+)
+from grpo.train.errors import InputError
 from grpo.train.rollout import TransformersRollout, pad_left, score
 from grpo.train.tasks import sort
 from grpo.train.tiny_model import build_model, build_tokenizer
@@ -73,12 +86,50 @@ def test_sampling_follows_the_distribution(model):
 def test_the_batch_holds_prompt_response_and_masks(model):
     batch = make_collector(model).collect()
     assert batch.batch_size == (12,)
-    assert batch["tokens", "full"].shape == (12, 22)
+    prompt_length = len(encode_prompt(TOKENIZER, "sort 123456"))  # not the 16 of the longest taken
+    assert batch["tokens", "full"].shape == (12, prompt_length + 6)
     mask = response_mask(batch)
-    assert not mask[:, :16].any()
+    assert not mask[:, :prompt_length].any()
     assert (batch["log_probs", "full"][mask] < 0).all()
     assert (batch["log_probs", "full"][~mask] == 0).all()
     assert batch["group"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_batches_of_any_widths_follow_one_another_in_the_buffer(tmp_path):
+    def buffer():
+        storage = BatchStorage(4)
+        return ReplayBuffer(storage=storage, sampler=SamplerWithoutReplacement(), batch_size=4)
+
+    first = buffer()
+    for width in (3, 5, 2):
+        first.extend(TensorDict({"x": torch.full((4, width), width)}, [4]))
+        assert first.sample()["x"].tolist() == [[width] * width] * 4
+        first.empty(empty_write_count=False)
+        assert len(first) == 0
+    first.extend(TensorDict({"x": torch.ones(3, 7)}, [3]))
+    first.dumps(tmp_path)
+    second = buffer()
+    second.loads(tmp_path)
+    assert len(second) == 3
+    second.empty()
+    second.extend(TensorDict({"x": torch.ones(4, 8)}, [4]))
+    assert second.sample()["x"].shape == (4, 8)
+
+
+def test_only_draws_in_a_row_that_are_all_too_long_are_given_up(monkeypatch):
+    monkeypatch.setattr(collector, "MOST_UNUSABLE_DRAWS", 3)
+
+    def draw(*words):
+        prompts = itertools.cycle("sort " + "1" * count for count in words)
+        task = lambda rng: sort(rng)._replace(prompt=next(prompts))  # noqa: E731
+        return draw_prompts(task, random.Random(0), TOKENIZER, 5, 16)
+
+    problems, prompts, too_long = draw(99, 99, 1)
+    assert [problem.prompt for problem in problems] == ["sort 1"] * 5
+    assert len(prompts) == 5
+    assert too_long == 10
+    with pytest.raises(InputError, match="3 prompts in a row are longer than 16 tokens"):
+        draw(99)
 
 
 def test_trimming_drops_only_padding(model):
