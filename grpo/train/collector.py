@@ -56,12 +56,17 @@ def draw_prompts(
     return problems, prompts, too_long
 
 
+def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: list[list[int]]) -> list[str]:
+    """The texts that are rewarded."""
+    return tokenizer.batch_decode(responses, skip_special_tokens=True)
+
+
 def rewards_of(
     problems: list[Problem], responses: list[list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> list[float]:
     """The reward of each response; the responses to one problem stand together."""
     samples = len(responses) // len(problems)
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    texts = decode_responses(tokenizer, responses)
     return [reward_of(problems[index // samples], text) for index, text in enumerate(texts)]
 
 

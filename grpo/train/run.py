@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ from .collector import (
     RolloutCollector,
     TrainerScores,
     TrimAndWeigh,
+    decode_responses,
     encode_prompt,
 )
-from .errors import InputError
+from .errors import InputError, quoted
 from .policy import PaddedPolicy
 from .report import Report
 from .rollout import Rollout, TransformersRollout
@@ -201,7 +203,7 @@ def fit_prompts(
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
             raise InputError(
                 f"{problem.source}: the model's vocabulary lacks parts of the prompt "
-                f"{problem.prompt!r}"
+                f"{quoted(problem.prompt)}"
             )
         lengths.append(len(tokens))
         check_answer(settings, tokenizer, problem)
@@ -231,16 +233,26 @@ def check_answer(
     """Whether some response can be the answer."""
     if problem.answer is None:
         return
+    what = f"{problem.source}: the answer {quoted(problem.answer)}"
     tokens = tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
         raise InputError(
-            f"{problem.source}: the model's vocabulary lacks parts of the answer "
-            f"{problem.answer!r}: no response can match it"
+            f"{what} has parts that the model's vocabulary lacks: no response can match it"
         )
     if len(tokens) > settings.max_new_tokens:
         raise InputError(
-            f"{problem.source}: the answer {problem.answer!r} is {len(tokens)} tokens long: no "
-            f"response of --max-new-tokens {settings.max_new_tokens} can match it"
+            f"{what} is {len(tokens)} tokens long: no response of --max-new-tokens "
+            f"{settings.max_new_tokens} can match it"
+        )
+    response = list(takewhile(lambda token: token != tokenizer.eos_token_id, tokens))
+    (text,) = decode_responses(tokenizer, [response])
+    if text == problem.answer:
+        return
+    reached, full = tasks.reward_of(problem, text), tasks.reward_of(problem, problem.answer)
+    if reached < full:
+        raise InputError(
+            f"{what} has reward {full:g}, but the model's tokenizer makes it {quoted(text)}, of "
+            f"reward {reached:g}: no response can match it"
         )
 
 

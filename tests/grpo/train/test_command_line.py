@@ -269,6 +269,10 @@ def test_tensorboard_gets_every_iteration(tmp_path):
         ('{"prompt": "zebra", "answer": "12"}', "line 2: the model's vocabulary lacks"),
         ('{"prompt": "sort 21", "answer": "zebra"}', "line 2: .* no response can match"),
         ('{"prompt": "sort 21", "answer": "1111111111111111111"}', "line 2: .* no response"),
+        ('{"prompt": "sort 21", "answer": "1 2"}', "line 2: the answer '1 2' .* makes it '12'"),
+        ('{"prompt": "sort 21", "answer": "sort add"}', "line 2: .* makes it 'sortadd'"),
+        ('{"prompt": "sort 21", "answer": "<|im_end|>"}', "line 2: .* makes it ''"),
+        ('{"prompt": "sort 21", "answer": "1<|im_end|>2"}', "line 2: .* makes it '1'"),
     ],
 )
 def test_a_bad_line_of_data_is_named(tmp_path, line, message):
@@ -276,6 +280,17 @@ def test_a_bad_line_of_data_is_named(tmp_path, line, message):
     data.write_text('{"prompt": "sort 21", "answer": "12"}\n' + line + "\n")
     output = train(tmp_path / "run", "--data", data, code=2)
     assert re.search(message, output), output
+
+
+def test_an_answer_needs_only_its_reward_from_what_the_tokenizer_makes_of_it(tmp_path, monkeypatch):
+    falling = itertools.count(0, -1)
+    problems = (
+        Problem("sort 21", lambda text: float(text.replace(" ", "") == "12"), "1 2"),
+        Problem("sort 21", lambda text: next(falling), "12"),  # comes back as it is: not rewarded
+    )
+    choose = lambda rng: rng.choice(problems)  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "choose", choose, raising=False)
+    train(tmp_path, "--task", "test_command_line:choose", "--iterations", 1)
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path):
