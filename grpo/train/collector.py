@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage
 from torchrl.envs.transforms import Transform
 from transformers import PreTrainedTokenizerBase
 
-from .errors import InputError
+from .errors import InputError, blamed_on, quoted
 from .rollout import Responses, Rollout, pad_left, score
 from .tasks import Problem, Task, reward_of
 
@@ -27,10 +27,20 @@ MOST_UNUSABLE_DRAWS = 1000
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Tokens of a prompt, as the user's turn where the tokenizer has a chat template."""
     if tokenizer.chat_template is None:
-        return tokenizer(prompt)["input_ids"]
-    turns = [{"role": "user", "content": prompt}]
-    tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True)
-    return tokens if isinstance(tokens, list) else tokens["input_ids"]
+        tokens = tokenizer(prompt)["input_ids"]
+    else:
+        turns = [{"role": "user", "content": prompt}]
+        tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True)
+        tokens = tokens if isinstance(tokens, list) else tokens["input_ids"]
+    if not tokens:
+        raise ValueError("it has no tokens")
+    return tokens
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
+    """`encode_prompt`; what fails in it is an InputError that names the problem."""
+    with blamed_on(f"{problem.source}: the prompt {quoted(problem.prompt)}"):
+        return encode_prompt(tokenizer, problem.prompt)
 
 
 def draw_prompts(
@@ -40,7 +50,7 @@ def draw_prompts(
     problems, prompts, too_long, in_a_row = [], [], 0, 0
     while len(prompts) < count:
         problem = task(rng)
-        prompt = encode_prompt(tokenizer, problem.prompt)
+        prompt = prompt_tokens(tokenizer, problem)
         if len(prompt) <= longest:
             problems.append(problem)
             prompts.append(prompt)

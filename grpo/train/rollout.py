@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .errors import InputError
+
 
 class Responses(NamedTuple):
     """Sampled tokens, a row each, the responses to one prompt next to one another."""
@@ -66,6 +68,12 @@ class TransformersRollout:
         done = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
         while True:
             distribution = logits.float().log_softmax(-1)
+            # A NaN or an infinity among the logits makes the whole row NaN.
+            if bool(distribution[:, 0].isnan().any()):
+                raise InputError(
+                    "the policy's probabilities are not finite: it has diverged; a lower "
+                    "--learning-rate may help"
+                )
             token = torch.multinomial(distribution.exp(), 1)
             tokens.append(token)
             log_probs.append(distribution.gather(1, token))

@@ -39,8 +39,9 @@ from .collector import (
     TrimAndWeigh,
     decode_responses,
     encode_prompt,
+    prompt_tokens,
 )
-from .errors import InputError, quoted
+from .errors import InputError, blamed_on, quoted
 from .policy import PaddedPolicy
 from .report import Report
 from .rollout import Rollout, TransformersRollout
@@ -168,22 +169,29 @@ def load_model(settings: Settings) -> tuple[PreTrainedTokenizerBase, PreTrainedM
         return tokenizer, build_model(len(tokenizer)).to(settings.device)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
+    what = f"--model {settings.model}"
+    with blamed_on(f"{what}: its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    with blamed_on(f"{what}: its weights"):
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--model {settings.model}: {str(error).splitlines()[0]}") from None
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise InputError(f"{what}: its weights are not finite: {name}")
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise InputError(
-            f"--model {settings.model}: the tokenizer has {len(tokenizer)} tokens and the model "
+            f"{what}: the tokenizer has {len(tokenizer)} tokens and the model "
             f"embeds {rows}: they do not belong together"
         )
+    if tokenizer.chat_template is not None:
+        with blamed_on(f"{what}: its chat template"):
+            encode_prompt(tokenizer, "1")
     if tokenizer.eos_token_id is None:
-        raise InputError(f"--model {settings.model}: its tokenizer has no end-of-text token")
+        raise InputError(f"{what}: its tokenizer has no end-of-text token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks go by lengths, not by this token
-    return tokenizer, model.to(settings.device)
+    with blamed_on(f"{what}, on --device {settings.device}"):
+        return tokenizer, model.to(settings.device)
 
 
 def fit_prompts(
@@ -199,7 +207,7 @@ def fit_prompts(
     trial = problems or [task(rng) for _ in range(TRIAL_DRAWS)]
     lengths = []
     for problem in trial:
-        tokens = encode_prompt(tokenizer, problem.prompt)
+        tokens = prompt_tokens(tokenizer, problem)
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
             raise InputError(
                 f"{problem.source}: the model's vocabulary lacks parts of the prompt "

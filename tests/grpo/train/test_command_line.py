@@ -299,6 +299,70 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path):
     assert "do not belong together" in train(tmp_path / "r", "--model", tmp_path, code=2)
 
 
+def truncate_weights(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def break_weights(directory):
+    model = build_model(len(build_tokenizer()))
+    with torch.no_grad():
+        model.model.norm.weight[3] = math.nan
+    model.save_pretrained(directory)
+
+
+def set_template(template):
+    def change(directory):
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(directory)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate_weights, "its weights: SafetensorError: "),
+        (break_weights, "its weights are not finite: model.norm.weight"),
+        (lambda path: (path / "tokenizer.json").unlink(), "its tokenizer: .* sentencepiece"),
+        (lambda path: (path / "config.json").write_text("{"), "its (tokenizer|weights): "),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "its tokenizer: "),
+        (lambda path: (path / "model.safetensors").unlink(), "its weights: OSError: .*no file"),
+        (set_template("{% if %}"), "its chat template: TemplateSyntaxError: "),
+        (set_template("{{ raise_exception('a\nb') }}"), "its chat template: TemplateError: a b"),
+        (set_template("{# #}"), "its chat template: .*no tokens"),
+    ],
+)
+def test_a_damaged_model_is_one_clear_line(tmp_path, damage, message):
+    model = tmp_path / "model"
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(model)
+    build_model(len(tokenizer)).save_pretrained(model)
+    damage(model)
+    error = one_error(train(tmp_path / "run", "--model", model, code=2))
+    assert re.search(f"^error: --model {model}: {message}", error), error
+    assert len(error) < 600
+
+
+def test_a_prompt_of_no_tokens_is_refused(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    build_model(len(tokenizer)).save_pretrained(tmp_path)
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "sort 1", "answer": 1}\n{"prompt": " ", "answer": 1}\n')
+    options = ("--model", tmp_path, "--data", data)
+    error = one_error(train(tmp_path / "run", *options, code=2))
+    assert error.endswith("data.jsonl line 2: the prompt ' ': ValueError: it has no tokens")
+
+
+def test_a_policy_that_has_diverged_is_one_clear_line(tmp_path):
+    error = one_error(train(tmp_path, "--learning-rate", 1e38, "--clip-norm", 1, code=2))
+    assert "the policy's probabilities are not finite" in error
+    assert len(rows(tmp_path)) > 0
+
+
 def buffer_after(iterations, output, *options, monkeypatch):
     """What was trained on in each iteration, and the groups that still wait at the end."""
     made, trained = [], []
