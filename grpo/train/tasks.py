@@ -116,9 +116,12 @@ BUILT_IN: dict[str, Task] = {"sort": sort, "add": add, "countdown": countdown}
 # What comes from outside
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 def check_text(what: str, text: str, source: str) -> None:
     """JSON and Python can write half of a surrogate pair, which no tokenizer reads."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if SURROGATE.search(text):
         raise InputError(f"{source}: the {what} {quoted(text)} is not valid Unicode text")
 
 
