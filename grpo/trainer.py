@@ -44,7 +44,9 @@ from torchrl.trainers.trainers import (
 from .losses import GRPOLoss
 from .normalisation import StepScales, count_tokens, metric_weight, step_scales
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class WeightedMeans:
@@ -316,8 +318,9 @@ class GRPOTrainer(Trainer):
     * A non-finite loss or gradient skips its own optimiser step, on all ranks, is counted and
       reported.
     * Logged means cover the whole optimisation loop and all ranks.
-    * SIGINT (Ctrl-C) and SIGTERM end the run after the running iteration, with a checkpoint; a
-      second one ends it at once. A collector that fails also leaves a checkpoint.
+    * SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the running iteration, with a
+      checkpoint; a second one ends it at once. An error also leaves a checkpoint: of the state
+      before the batch if the collector raised it, as far as the iteration came if not.
     * A checkpoint holds all that the next step depends on, random number generators included; of a
       RayLLMCollector only what is in this process. Restoring one pushes the weights.
 
@@ -394,6 +397,22 @@ class GRPOTrainer(Trainer):
             UserWarning,
             stacklevel=2,
         )
+        _check_counts(
+            total_frames=total_frames,
+            frame_skip=frame_skip,
+            optim_steps_per_batch=optim_steps_per_batch,
+            weight_update_frequency=weight_update_frequency,
+            batch_size=batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            num_epochs=num_epochs,
+        )
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm must be a number > 0 or None, got {clip_norm!r}")
+        if async_collection and not hasattr(collector, "start"):
+            raise ValueError(
+                "async_collection needs a collector that runs by itself, with `start()`; "
+                f"{type(collector).__name__} has none"
+            )
         if optimization_stepper is None:
             if optimizer is None:
                 raise ValueError(
@@ -434,6 +453,7 @@ class GRPOTrainer(Trainer):
         self.collected_frames = self._optim_count = self._last_save = 0
         self._last_log = {}
         self._saved_at: int | None = None
+        self._left_out_micro_batches = 0
         self._weight_sync_sender = weight_sync_sender
         if isinstance(collector, RayLLMCollector):
             _mend_ray_collector(collector)
@@ -607,6 +627,7 @@ class GRPOTrainer(Trainer):
             mine = list(micro_batches)
             agreed = self._agreed(len(mine), dist.ReduceOp.MIN)
             if agreed < len(mine):
+                self._left_out_micro_batches += len(mine) - agreed
                 torchrl_logger.warning(
                     f"{len(mine) - agreed} of {len(mine)} micro-batches are left out: another rank "
                     "has fewer."
@@ -653,6 +674,8 @@ class GRPOTrainer(Trainer):
         self._post_optim_complete_log_hook(self._optim_count, means.means(self.process_group))
         skipped = getattr(self.optimization_stepper, "_skipped_nonfinite_steps", 0)
         self._log(skipped_nonfinite_steps=skipped)
+        if self.process_group is not None:
+            self._log(left_out_micro_batches=self._left_out_micro_batches)
 
     # The run
 
@@ -664,26 +687,38 @@ class GRPOTrainer(Trainer):
             self._pbar = tqdm(total=self.total_frames, initial=self.collected_frames)
             self._pbar_str = {}
         with self._stop_on_signals():
-            batches = self._batches()
-            self._setup_hook()
-            while self.collected_frames < self.total_frames:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
-                except Exception:
+            try:
+                self._iterations()
+            except BaseException as error:
+                if isinstance(error, Exception):
                     self._save_what_is_left()
-                    raise
-                self._iteration(batch)
-                if self._agreed(int(self._stop_training), dist.ReduceOp.MAX):
-                    torchrl_logger.info(f"Stopped: {self._stop_reason or 'asked to'}.")
-                    break
-                if self.collected_frames < self.total_frames:
-                    self.save_trainer()
-            if self._saved_at != self.collected_frames:
-                self.save_trainer(force_save=True)
+                with contextlib.suppress(Exception):  # the first error is the one to show
+                    self.shutdown()
+                raise
             self._shutdown_hook()
             self.shutdown()
+
+    def _iterations(self) -> None:
+        batches = self._batches()
+        self._setup_hook()
+        rng = GlobalRNGState()
+        while self.collected_frames < self.total_frames:
+            before = rng.state_dict()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            except Exception:
+                rng.load_state_dict(before)  # the next run draws this batch again
+                raise
+            self._iteration(batch)
+            if self._agreed(int(self._stop_training), dist.ReduceOp.MAX):
+                torchrl_logger.info(f"Stopped: {self._stop_reason or 'asked to'}.")
+                break
+            if self.collected_frames < self.total_frames:
+                self.save_trainer()
+        if self._saved_at != self.collected_frames:
+            self.save_trainer(force_save=True)
 
     def _iteration(self, batch: TensorDictBase | None) -> None:
         before = self.collected_frames
@@ -741,7 +776,11 @@ class GRPOTrainer(Trainer):
                 f"{name}: the run ends after this iteration, and saves. Again ends it at once."
             )
 
-        previous = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+        previous = {
+            number: signal.signal(number, stop)
+            for number in STOP_SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+        }
         try:
             yield
         finally:
@@ -796,12 +835,12 @@ class GRPOTrainer(Trainer):
             self._save_trainer()
 
     def _save_what_is_left(self) -> None:
-        """A checkpoint for a run that ends by an error of its collector."""
+        """A checkpoint for a run that ends by an error."""
         if self._saved_at == self.collected_frames:
             return
         try:
             self.save_trainer(force_save=True)
-        except Exception as error:  # the error of the collector is the one to show
+        except Exception as error:  # the first error is the one to show
             torchrl_logger.warning(f"No checkpoint could be saved: {error}")
 
     def load_from_file(self, file: str | Path, **kwargs) -> GRPOTrainer:
@@ -812,6 +851,13 @@ class GRPOTrainer(Trainer):
         if self._weight_sync_sender is not None:
             self._weight_sync_sender.update_weights()
         return self
+
+
+def _check_counts(**counts: int | None) -> None:
+    """Raise ValueError naming the first that is neither a whole number above 0 nor None."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name} must be a whole number above 0, got {count!r}")
 
 
 def _set_batch_size(buffer: ReplayBuffer, batch_size: int) -> None:
