@@ -219,9 +219,7 @@ def train(
     from .run import run
 
     given = {
-        name
-        for name in context.params
-        if context.get_parameter_source(name).name == "COMMANDLINE"
+        name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"
     }
     try:
         if resume is not None:
