@@ -1,4 +1,4 @@
-"""One optimiser step over a window of micro-batches, with the gradient of all of them as one batch."""
+"""One optimiser step over a window of micro-batches, whose gradient is that of one batch."""
 
 from __future__ import annotations
 
