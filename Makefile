@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 
 # A training run whose reward rises; its curves go to runs/demo.
 demo: $(INSTALLED)
-	$(BIN)/python -m grpo.train --output runs/demo
+	$(BIN)/python -m grpo.train --overwrite --output runs/demo
 
 # One step of GRPO, DAPO and CISPO, number by number beside TorchRL's.
 compare: $(INSTALLED)
@@ -28,7 +28,7 @@ compare: $(INSTALLED)
 
 # The run of `demo` with vLLM's CPU build for the rollouts, in an environment of its own.
 demo-vllm: $(INSTALLED) $(VLLM)/installed
-	PYTHONPATH=. $(VLLM)/bin/python -m grpo.train --rollout vllm --output runs/demo-vllm
+	PYTHONPATH=. $(VLLM)/bin/python -m grpo.train --rollout vllm --overwrite --output runs/demo-vllm
 
 $(VLLM)/installed:
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
 import grpo
+from bench import formulas
 from bench.conftest import Bench
 from bench.device import DEVICE
 from bench.inputs import generator, policy_inputs, response_mask
@@ -113,6 +114,11 @@ def steps(name: str, *given, **options) -> dict[str, Callable[[], None]]:
     }
 
 
+def compiled_grpo_loss(*given, **options) -> Callable:
+    """TorchRL's under torch.compile."""
+    return formulas.compiled(torchrl_losses.GRPOLoss(*given, **options))
+
+
 def ready_log_probs(rows: int, columns: int) -> tuple[ReadyActor, TensorDict]:
     inputs = policy_inputs(rows, columns)
     log_probs = inputs["log_probs"].detach()
@@ -143,6 +149,18 @@ def gradients(make: Callable, actor: nn.Module, tensordict: TensorDict, **option
     return [value.detach(), *[grad for grad in found if grad is not None]]
 
 
+def errors(bench: Bench, actor: nn.Module, tensordict: TensorDict, options: dict) -> None:
+    """Keep the errors of both libraries against TorchRL's loss in fp64."""
+    exact = tensordict.apply(lambda t: t.double() if t.is_floating_point() else t)
+    want = gradients(torchrl_losses.GRPOLoss, actor.double(), exact, **options)
+    actor.float()
+    got = {
+        name: gradients(losses.GRPOLoss, actor, tensordict, **options)
+        for name, losses in LIBRARIES.items()
+    }
+    bench.error(got, want)
+
+
 # Those of TorchRL 0.14.1, and what is asked of ours: plain, with everything.
 SHAPES = {(8, 64): None, (64, 1024): (4, 6), (16, 8192): (6, 10), (4, 32768): None}
 
@@ -154,18 +172,13 @@ def test_grpo_loss_of_log_probs(bench: Bench, shape: tuple[int, int], kind: str)
     options = PLAIN if kind == "plain" else EVERYTHING
     actor, tensordict = ready_log_probs(rows, columns)
     calls = steps("GRPOLoss", actor, tensordict, **options)
+    calls["torch.compile"] = step(compiled_grpo_loss, actor, tensordict, **options)
     calls["our eager backend"] = step(grpo.GRPOLoss, actor, tensordict, backend="eager", **options)
     bench.times(f"GRPOLoss {kind}, log-probs, B={rows} T={columns}", calls, rounds=21)
-    exact = [actor.double(), tensordict.double()]
-    want = gradients(torchrl_losses.GRPOLoss, *exact, **options)
-    actor.float()
-    bench.error(
-        {
-            name: gradients(losses.GRPOLoss, actor, tensordict, **options)
-            for name, losses in LIBRARIES.items()
-        },
-        want,
-    )
+    errors(bench, actor, tensordict, options)
+    # log-probs, old and reference ones, entropy and the mask, read twice; gradients written.
+    per_token = 2 * (2 * 4 + 1) + 4 if kind == "plain" else 2 * (3 * 4 + 1) + 4 + 2 * 4
+    bench.bandwidth(per_token * rows * columns, *LIBRARIES, "torch.compile")
     if SHAPES[shape]:
         bench.faster_than("TorchRL", SHAPES[shape][kind != "plain"])
 
@@ -196,9 +209,13 @@ def test_grpo_loss_of_logits(bench: Bench, shape: tuple[int, int, int], kind: st
     options = {} if kind == "entropy" else PLAIN
     actor, tensordict = ready_logits(rows, columns, vocab)
     calls = steps("GRPOLoss", actor, tensordict, **options)
+    asked = shape[-1] == 32000
+    if asked:
+        calls["torch.compile"] = step(compiled_grpo_loss, actor, tensordict, **options)
     bench.times(f"GRPOLoss {kind}, logits, B={rows} T={columns} V={vocab}", calls)
-    asked = vocab == 32000
     bench.faster_than("TorchRL", (15 if kind == "entropy" else 2.5) if asked else None)
+    errors(bench, actor, tensordict, options)
+    bench.bandwidth(3 * actor.logits.numel() * 4, *calls)
     if asked and kind == "entropy":
         logits_mib = actor.logits.numel() * 4 / 2**20
         peaks = bench.peak(prepare, {name: (name, rows, columns, vocab) for name in LIBRARIES})
@@ -214,3 +231,5 @@ def test_grpo_loss_of_a_real_batch_of_logits(bench: Bench) -> None:
     valid = f"{actor.mask.float().mean():.0%} valid"
     bench.times(f"GRPOLoss entropy, logits, B={rows} T={columns} V={vocab}, {valid}", calls)
     bench.faster_than("TorchRL", None)
+    read = int(actor.mask.sum()) * vocab * 4
+    bench.bandwidth(2 * read + actor.logits.numel() * 4, *LIBRARIES)

@@ -9,8 +9,10 @@ transition half done.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import time
+from collections.abc import Collection, Sequence
 from multiprocessing.managers import BaseManager, BaseProxy
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ COUNTERS = {
     # Not in TorchRL.
     "nonfinite_trajectories": 0,
     "unfinished_trajectories": 0,
+    "failed_groups": 0,
     "evicted_groups": 0,
     "evicted_trajectories": 0,
     "unproved_selections": 0,
@@ -58,9 +61,19 @@ class Trajectory(NamedTuple):
 class FinishedGroup(NamedTuple):
     """A group to write."""
 
+    group: str | float | tuple
     trajectories: list[TensorDictBase | bytes]
-    returns: list[float] | None
-    reference: list[float] | None  # the returns of all candidates
+    returns: list[float] | None = None
+    reference: list[float] | None = None  # the returns of all candidates
+    rescued: bool = False  # the first candidates would not have been accepted
+
+
+class HandedOut(NamedTuple):
+    """What a call of `add` gives a writer, who then tells `settle` what became of it."""
+
+    receipt: int
+    groups: list[FinishedGroup]
+    error: RuntimeError | None  # of the selector
 
 
 class GroupRules(NamedTuple):
@@ -94,6 +107,9 @@ class GroupLedger:
     def __init__(self, rules: GroupRules) -> None:
         self._rules = rules
         self._pending: dict[Any, _Pending] = {}
+        self._handed_out: dict[int, list[FinishedGroup]] = {}
+        self._given_back: list[FinishedGroup] = []
+        self._receipts = 0
         self._counters = dict(COUNTERS)
         self._lock = threading.RLock()
 
@@ -107,14 +123,39 @@ class GroupLedger:
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
-    def add(self, arrivals: list[Trajectory], unfinished: int = 0) -> list[FinishedGroup]:
-        """Take in trajectories; the groups that they complete."""
+    def add(self, arrivals: list[Trajectory], unfinished: int = 0) -> HandedOut:
+        """Take in trajectories; the groups that were given back and those that are now complete."""
         with self._lock:
             self._counters["unfinished_trajectories"] += unfinished
             if self._rules.max_group_age is not None:
                 self._evict_old()
-            groups = [self._add(trajectory) for trajectory in arrivals]
-            return [group for group in groups if group is not None]
+            groups, self._given_back = self._given_back, []
+            errors: list[RuntimeError] = []
+            for trajectory in arrivals:
+                group = self._add(trajectory, errors)
+                if group is not None:
+                    groups.append(group)
+            self._receipts += 1
+            if groups:
+                self._handed_out[self._receipts] = groups
+            return HandedOut(self._receipts, groups, errors[0] if errors else None)
+
+    def settle(
+        self, receipt: int, written: Collection[int] = (), failed: Collection[int] = ()
+    ) -> None:
+        """Which of a receipt's groups are written and which cannot be; the others are given back.
+
+        What is given back goes to the next call of `add`.
+        """
+        with self._lock:
+            for index, group in enumerate(self._handed_out.pop(receipt, ())):
+                if index in written:
+                    self._count_written(group)
+                elif index in failed:
+                    self._counters["dropped_groups"] += 1
+                    self._counters["failed_groups"] += 1
+                else:
+                    self._given_back.append(group)
 
     def set_rules(self, rules: GroupRules) -> None:
         """From the next trajectory on."""
@@ -172,8 +213,12 @@ class GroupLedger:
                 trajectory._replace(payload=convert(trajectory.payload))
                 for trajectory in pending.trajectories
             ]
+        self._given_back = [
+            group._replace(trajectories=[convert(payload) for payload in group.trajectories])
+            for group in self._given_back
+        ]
 
-    def _add(self, trajectory: Trajectory) -> FinishedGroup | None:
+    def _add(self, trajectory: Trajectory, errors: list[RuntimeError]) -> FinishedGroup | None:
         rules, counters = self._rules, self._counters
         counters["completed_trajectories"] += 1
         counters["completed_decisions"] += trajectory.steps
@@ -196,11 +241,17 @@ class GroupLedger:
         if full or (
             rules.selects and len(pending.trajectories) >= rules.candidate_selection_min_size
         ):
-            finished = self._finish(trajectory.group, pending.trajectories)
+            try:
+                finished = self._finish(trajectory.group, pending.trajectories)
+            except Exception as cause:  # of the selector
+                counters["failed_groups"] += full
+                errors.append(
+                    failure(trajectory.group, "select from", "dropped" if full else "kept", cause)
+                )
         if finished is not None or full:
             del self._pending[trajectory.group]
             counters["completed_groups"] += 1
-            counters["dropped_groups" if finished is None else "written_groups"] += 1
+            counters["dropped_groups"] += finished is None
         elif rules.max_pending_groups is not None:
             while len(self._pending) > rules.max_pending_groups:
                 self._evict(next(iter(self._pending)))
@@ -211,7 +262,7 @@ class GroupLedger:
         if not candidates:
             return None
         if not rules.selects:
-            return FinishedGroup([candidate.payload for candidate in candidates], None, None)
+            return FinishedGroup(group, [candidate.payload for candidate in candidates])
         if rules.verbose:
             logger.info(
                 f"Trying trajectory-level advantage for {group} with "
@@ -232,11 +283,21 @@ class GroupLedger:
         # The built-in strategies accept by this same arithmetic; a selector of the user's may not.
         if not self._accepts(selected):
             return None
-        self._counters["selected_trajectories"] += len(chosen)
-        if len(candidates) > size:
-            self._counters["rescued_groups"] += not self._accepts(returns[:size])
-            self._counters["unselected_trajectories"] += len(candidates) - len(chosen)
-        return FinishedGroup([candidates[index].payload for index in chosen], selected, returns)
+        return FinishedGroup(
+            group,
+            [candidates[index].payload for index in chosen],
+            selected,
+            returns,
+            rescued=len(candidates) > size and not self._accepts(returns[:size]),
+        )
+
+    def _count_written(self, group: FinishedGroup) -> None:
+        self._counters["written_groups"] += 1
+        if group.returns is not None:
+            selected = len(group.returns)
+            self._counters["selected_trajectories"] += selected
+            self._counters["unselected_trajectories"] += len(group.reference) - selected
+            self._counters["rescued_groups"] += group.rescued
 
     def _accepts(self, returns: list[float]) -> bool:
         if self._rules.keep_return_bounds is None:
@@ -277,7 +338,7 @@ class GroupLedger:
             group_size=size,
             keep_return_bounds=bounds,
         )
-        return None if chosen is None else [int(index) for index in chosen]
+        return None if chosen is None else _indices(chosen, len(candidates))
 
     def _evict_old(self) -> None:
         # In order of first arrival.
@@ -302,35 +363,34 @@ class GroupLedger:
 class SharedLedger:
     """A ledger in a manager's process, for many writers.
 
-    A group is handed to the writer that completed it and kept until that writer confirms. If the
-    writer is killed before, its connection ends, and with it the thread that serves it; then the
-    group goes to the next writer that asks. A writer that confirmed has the group and nobody else
-    gets it.
+    A group is handed to the writer that completed it and kept until that writer has written it. If
+    the writer is killed before, its connection ends, and with it the thread that serves it; then
+    the group goes to the next writer that asks. A writer that has settled has the group and nobody
+    else gets it.
     """
 
     def __init__(self, ledger: GroupLedger) -> None:
         self._ledger = ledger
-        self._unconfirmed: dict[int, tuple[threading.Thread, list[FinishedGroup]]] = {}
-        self._receipts = 0
+        self._holders: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
 
-    def add(self, arrivals: list[Trajectory], unfinished: int) -> tuple[int, list[FinishedGroup]]:
-        """A receipt to confirm with, and the groups to write."""
+    def add(self, arrivals: list[Trajectory], unfinished: int = 0) -> HandedOut:
         with self._lock:
-            groups = []
-            for receipt, (thread, orphaned) in list(self._unconfirmed.items()):
+            for receipt, thread in list(self._holders.items()):
                 if not thread.is_alive():
-                    groups += orphaned
-                    del self._unconfirmed[receipt]
-            groups += self._ledger.add(arrivals, unfinished)
-            self._receipts += 1
-            if groups:
-                self._unconfirmed[self._receipts] = threading.current_thread(), groups
-            return self._receipts, groups
+                    self._settle(receipt)
+            handed_out = self._ledger.add(arrivals, unfinished)
+            if handed_out.groups:
+                self._holders[handed_out.receipt] = threading.current_thread()
+            return handed_out
 
-    def confirm(self, receipt: int) -> None:
+    def settle(self, *arguments) -> None:
         with self._lock:
-            self._unconfirmed.pop(receipt, None)
+            self._settle(*arguments)
+
+    def _settle(self, receipt: int, *outcome: Collection[int]) -> None:
+        del self._holders[receipt]
+        self._ledger.settle(receipt, *outcome)
 
     def call(self, method: str, *args):
         """Any other method of the ledger."""
@@ -340,13 +400,13 @@ class SharedLedger:
 class SharedLedgerProxy(BaseProxy):
     """A `SharedLedger` as the writers see it; pickles into child processes."""
 
-    _exposed_ = ("add", "confirm", "call")
+    _exposed_ = ("add", "settle", "call")
 
-    def add(self, arrivals: list[Trajectory], unfinished: int = 0) -> list[FinishedGroup]:
-        receipt, groups = self._callmethod("add", (arrivals, unfinished))
-        if groups:
-            self._callmethod("confirm", (receipt,))
-        return groups
+    def add(self, *arguments) -> HandedOut:
+        return self._callmethod("add", arguments)
+
+    def settle(self, *arguments) -> None:
+        self._callmethod("settle", arguments)
 
     def call(self, method: str, *args):
         return self._callmethod("call", (method, *args))
@@ -357,6 +417,37 @@ class LedgerManager(BaseManager):
 
 
 LedgerManager.register("SharedLedger", SharedLedger, SharedLedgerProxy)
+
+
+def failure(group, action: str, fate: str, cause: Exception) -> RuntimeError:
+    """The error for a group that a writer cannot have."""
+    error = RuntimeError(
+        f"MCAdvantage could not {action} group {group!r}, which is {fate}: "
+        f"{type(cause).__name__}: {cause}. All else in this call is kept; groups that it completed "
+        "come with the next one."
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _indices(chosen: Sequence[int] | torch.Tensor, count: int) -> list[int]:
+    """What a selector of the user's returned, if it can be used."""
+    values = chosen.tolist() if isinstance(chosen, torch.Tensor) else chosen
+    try:
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError
+        indices = [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"select must return a list of integers or None, got {chosen!r}") from None
+    if (
+        not indices
+        or len(set(indices)) < len(indices)
+        or not 0 <= min(indices) <= max(indices) < count
+    ):
+        raise ValueError(
+            f"select must return one or more different indices from 0 to {count - 1}, got {indices}"
+        )
+    return indices
 
 
 def group_advantages(returns: list[float], reference: list[float], advantage: str) -> list[float]:

@@ -32,6 +32,7 @@ from torchrl.objectives.common import LossModule
 
 from grpo_kernels import PolicyLossOutput, token_log_probs
 from grpo_kernels.backends import BACKENDS, Backend
+from grpo_kernels.once_differentiable import not_twice_differentiable
 from grpo_kernels.policy_loss import eager, policy_loss_with
 from grpo_kernels.policy_loss.options import (
     AGGREGATIONS,
@@ -40,9 +41,8 @@ from grpo_kernels.policy_loss.options import (
     Semantics,
     check_choice,
     check_clip,
-    compute_dtype,
 )
-from grpo_kernels.token_log_probs.op import not_twice_differentiable
+from grpo_kernels.precision import compute_dtype
 
 from .actor import (
     current_linear_head,

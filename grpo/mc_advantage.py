@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from .group_ledger import (
     LedgerManager,
     SharedLedgerProxy,
     Trajectory,
+    failure,
     group_advantages,
 )
 from .selector import MCAdvantageSelector
@@ -59,12 +61,18 @@ class MCAdvantage(Transform):
     Steps after the last finished trajectory of a flat batch are dropped and counted in
     `unfinished_trajectories`. Batches of `[..., time]` are flattened.
 
+    A group that cannot be written (its trajectories have different entries, or the selector raises
+    or does not return different indices of candidates) raises a RuntimeError and costs only itself:
+    it is dropped and counted in `failed_groups`, and groups completed in the same call come with
+    the next one. Where a selector fails before the group is full, the group is kept and tried again
+    when its next trajectory arrives.
+
     Args:
         grpo_size: trajectories written for a group.
         prompt_key: the group: a string, or a tensor, grouped by value.
         rewards_key: rewards, per step.
         advantage_key: where advantages are written, shaped and typed like the rewards (float32 for
-            integer rewards).
+            integer rewards), held to that type's finite range.
         done_key: whether the trajectory is done, per step.
         verbose: log what happens.
 
@@ -86,10 +94,13 @@ class MCAdvantage(Transform):
 
     Across processes: `share_memory_`, which `ReplayBuffer.share` calls, moves queues and counters
     to a process of their own. Any number of writers can share one logical group. A writer that is
-    killed while it adds a trajectory or before it has received a group that it completed costs
-    nothing: the group goes to the next writer. With TORCHRL_MC_ADVANTAGE_LOCAL_QUEUES=1
+    killed while it adds a trajectory or puts together a group that it completed costs nothing: the
+    group goes to the next writer. With TORCHRL_MC_ADVANTAGE_LOCAL_QUEUES=1
     `share_memory_` does nothing: right for one writer, or where each group has all its trajectories
     from one.
+
+    Raises:
+        ValueError: for an argument out of its range or not of its type.
 
     Examples:
         >>> import torch
@@ -130,6 +141,7 @@ class MCAdvantage(Transform):
         max_group_age: float | None = None,
     ) -> None:
         super().__init__()
+        grpo_size = _count("grpo_size", grpo_size)
         if trajectory_return not in (None, "sum", "max", "mean"):
             raise ValueError(
                 "trajectory_return must be one of 'sum', 'max', 'mean' or None, "
@@ -144,7 +156,9 @@ class MCAdvantage(Transform):
         if grpo_size < 1:
             raise ValueError(f"grpo_size must be at least 1, got {grpo_size}.")
         candidate_group_size = (
-            grpo_size if candidate_group_size is None else int(candidate_group_size)
+            grpo_size
+            if candidate_group_size is None
+            else _count("candidate_group_size", candidate_group_size)
         )
         if candidate_group_size < grpo_size:
             raise ValueError(
@@ -157,7 +171,9 @@ class MCAdvantage(Transform):
                 "trajectories can be selected by return."
             )
         candidate_selection_min_size = (
-            grpo_size if candidate_selection_min_size is None else int(candidate_selection_min_size)
+            grpo_size
+            if candidate_selection_min_size is None
+            else _count("candidate_selection_min_size", candidate_selection_min_size)
         )
         if candidate_selection_min_size < grpo_size:
             raise ValueError(
@@ -192,7 +208,7 @@ class MCAdvantage(Transform):
                 "advantage='leave_one_out' leaves out trajectories: set trajectory_return to "
                 "'sum', 'max' or 'mean'."
             )
-        if max_pending_groups is not None and max_pending_groups < 1:
+        if max_pending_groups is not None and _count("max_pending_groups", max_pending_groups) < 1:
             raise ValueError(f"max_pending_groups must be at least 1, got {max_pending_groups}.")
         if max_group_age is not None and not max_group_age > 0:
             raise ValueError(f"max_group_age must be positive seconds, got {max_group_age}.")
@@ -324,11 +340,35 @@ class MCAdvantage(Transform):
                 arrivals.append(self._arrival(trajectory))
             else:
                 unfinished += 1
-        groups = self._ledger.add(arrivals, unfinished)
-        if not groups:
-            return None
-        written = [self._with_advantages(group) for group in groups]
-        return written[0] if len(written) == 1 else _concatenate(written)
+        receipt, groups, error = self._ledger.add(arrivals, unfinished)
+        if error is not None and not groups:
+            raise error
+        return self._written(receipt, groups, error) if groups else None
+
+    def _written(
+        self, receipt: int, groups: list[FinishedGroup], error: RuntimeError | None
+    ) -> TensorDictBase:
+        """The groups with advantages, unless there is an error; tells the ledger which they are."""
+        done: Sequence[int] = ()
+        failed = []
+        try:
+            written = []
+            for index, group in enumerate(groups):
+                try:
+                    written.append(self._with_advantages(group))
+                except Exception as cause:
+                    failed.append(index)
+                    error = error or failure(group.group, "write", "dropped", cause)
+            if error is not None:
+                raise error
+            try:
+                together = written[0] if len(written) == 1 else _concatenate(written)
+                done = range(len(written))
+            except (KeyError, RuntimeError):  # their entries differ: one with each call
+                together, done = written[0], (0,)
+            return together
+        finally:
+            self._ledger.settle(receipt, done, failed)
 
     def _trajectories(self, tensordict: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
         """Every trajectory of the batch and whether it is done."""
@@ -341,6 +381,8 @@ class MCAdvantage(Transform):
                 yield from self._trajectories(row)
             return
         steps = tensordict.shape[0]
+        if steps == 0:
+            return
         done = tensordict.get(self.done_key, None)
         if done is None:
             raise KeyError(f"MCAdvantage found no done state under done_key={self.done_key!r}.")
@@ -432,9 +474,10 @@ class MCAdvantage(Transform):
             logger.info(f"Group returns: {group.returns}, advantages: {advantages}")
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             rewards = trajectory.get(self.rewards_key)
-            trajectory.set(
-                self.advantage_key, torch.full_like(rewards, advantage, dtype=_float_dtype(rewards))
-            )
+            dtype = _float_dtype(rewards)
+            largest = torch.finfo(dtype).max
+            advantage = min(max(advantage, -largest), largest)
+            trajectory.set(self.advantage_key, torch.full_like(rewards, advantage, dtype=dtype))
         return _concatenate(trajectories)
 
     def _with_step_advantages(self, trajectories: list[TensorDictBase]) -> TensorDictBase:
@@ -451,7 +494,9 @@ class MCAdvantage(Transform):
             if self.advantage == "std":
                 variance = (values - mean).square().sum().item() / (values.numel() - 1)
                 scale = max(variance**0.5, 1e-6)
-        written.set(self.advantage_key, ((rewards.double() - mean) / scale).to(dtype))
+        largest = torch.finfo(dtype).max
+        advantages = ((rewards.double() - mean) / scale).clamp(-largest, largest)
+        written.set(self.advantage_key, advantages.to(dtype))
         if self.verbose:
             logger.info(f"Group rewards: mean {mean}, scale {scale}")
         return written
@@ -512,6 +557,13 @@ for _name in GroupRules._fields:
         setattr(MCAdvantage, _name, _rule_property(_name))
 for _name in COUNTERS:
     setattr(MCAdvantage, _name, _counter_property(_name))
+
+
+def _count(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}.") from None
 
 
 def _decoded(queue: list) -> list[TensorDictBase]:

@@ -6,7 +6,7 @@ import contextlib
 
 from tensordict import NestedKey
 
-from .group_ledger import FinishedGroup, GroupLedger, Trajectory
+from .group_ledger import GroupLedger, HandedOut
 from .mc_advantage import MCAdvantage
 
 
@@ -96,8 +96,11 @@ class _RayLedger:
     def __init__(self, actor) -> None:
         self.actor = actor
 
-    def add(self, arrivals: list[Trajectory], unfinished: int = 0) -> list[FinishedGroup]:
-        return self.call("add", arrivals, unfinished)
+    def add(self, *arguments) -> HandedOut:
+        return self.call("add", *arguments)
+
+    def settle(self, *arguments) -> None:
+        self.call("settle", *arguments)
 
     def call(self, method: str, *args):
         return _import_ray().get(self.actor.call.remote(method, *args))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import shutil
 import signal
 import threading
 import time
@@ -21,11 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import logger as torchrl_logger
-from torchrl._utils import timeit
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm import RayLLMCollector
@@ -36,225 +34,18 @@ from torchrl.record.loggers import Logger
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import (
     REWARD_KEY,
-    MixedPrecisionOptimizationStepper,
     OptimizationStepper,
     UpdateWeights,
 )
 
+from .buffer_feed import BufferCheckpoint, BufferFeed
 from .losses import GRPOLoss
 from .normalisation import StepScales, count_tokens, metric_weight, step_scales
+from .window_stepper import WeightedMeans, WindowStepper
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class WeightedMeans:
-    """Means of detached scalars as (sum, weight), on the device until they are asked for."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.weights: dict[str, Tensor | float] = {}
-
-    def add(self, name: str, value: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Count `value`, reduced to its mean, `weight` times."""
-        value = value.detach().to(torch.float64).mean()
-        self.sums[name] = self.sums.get(name, 0.0) + value * weight
-        self.weights[name] = self.weights.get(name, 0.0) + weight
-
-    def update(self, other: WeightedMeans) -> None:
-        """Add all that another holds."""
-        for name, total in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + total
-            self.weights[name] = self.weights.get(name, 0.0) + other.weights[name]
-
-    def means(self, group: dist.ProcessGroup | None = None) -> TensorDict | None:
-        """The means over all ranks of `group`, in fp32; None of nothing."""
-        if not self.sums:
-            return None
-        names = sorted(self.sums)
-        sums = torch.stack([self.sums[name] for name in names])
-        weights = torch.stack([torch.as_tensor(self.weights[name]).to(sums) for name in names])
-        if group is not None:
-            both = torch.stack([sums, weights])
-            dist.all_reduce(both, group=group)
-            sums, weights = both
-        weights = torch.where(weights == 0, 1.0, weights)  # no token counted: the sum is 0
-        return TensorDict(dict(zip(names, (sums / weights).float(), strict=True)))
-
-
-class WindowStepper(MixedPrecisionOptimizationStepper):
-    """One optimiser step over a window of micro-batches, in mixed precision where asked for."""
-
-    def step(self, trainer: GRPOTrainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """One optimiser step on one micro-batch."""
-        return self.step_window(trainer, [sub_batch]).means()
-
-    def step_window(
-        self, trainer: GRPOTrainer, micro_batches: Sequence[TensorDictBase]
-    ) -> WeightedMeans:
-        """One optimiser step on all of `micro_batches`; its metrics, none if it was skipped."""
-        means = WeightedMeans()
-        scales, weights = trainer._scales_and_weights(micro_batches)
-        finite = True
-        for index, (batch, scale, weight) in enumerate(
-            zip(micro_batches, scales, weights, strict=True)
-        ):
-            last = index == len(micro_batches) - 1
-            with trainer._gradient_sync(last):
-                autocast = torch.amp.autocast(
-                    self.device_type, enabled=self.mixed_precision, dtype=self.autocast_dtype
-                )
-                with timeit("loss forward"), autocast:
-                    output = trainer.compute_loss(batch, normaliser=scale.normaliser)
-                    loss, terms = self._scaled_loss(output, scale, len(micro_batches))
-                with timeit("backward"):
-                    self.scaler.scale(loss).backward()
-            finite = finite & loss.detach().isfinite().all()
-            for name, term in terms.items():
-                means.add(name, term)
-                means.weights[name] = 1.0  # a sum over the window, counted once
-            for name, metric in output.items():
-                if name not in terms and metric is not None:
-                    means.add(name, metric, weight)
-        with timeit("optimizer"):
-            grad_norm = self._finish(finite, trainer.process_group)
-        if grad_norm is None:
-            return WeightedMeans()
-        means.add("grad_norm", torch.as_tensor(grad_norm))
-        return means
-
-    @staticmethod
-    def _scaled_loss(
-        output: TensorDictBase, scale: StepScales | None, micro_batches: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part of the step's loss in this micro-batch: its sum, and term by term."""
-        terms = {
-            name: term
-            for name, term in output.items()
-            if name.startswith("loss") and term is not None
-        }
-        if not terms:
-            raise RuntimeError(
-                "The loss module returned no 'loss_*' entry; the entries of its output that are to "
-                f"be minimised must start with 'loss', got {sorted(output.keys())}."
-            )
-        for name, term in terms.items():
-            if term.numel() != 1:
-                raise ValueError(
-                    f"{name} has shape {tuple(term.shape)}, and a step needs scalars: construct "
-                    "the loss with reduction='mean' and aggregation 'token_mean' or 'prompt_mean'"
-                )
-            if scale.normaliser is None:
-                terms[name] = term / micro_batches
-            elif scale.kl is not None and name.startswith("loss_kl"):
-                terms[name] = term * scale.kl.to(term.dtype)
-        return sum(terms.values()), terms
-
-    def _finish(self, finite: Tensor, group: dist.ProcessGroup | None) -> float | None:
-        """Clip and step; the gradient's norm, or None if the step was skipped."""
-        self.scaler.unscale_(self.optimizer)
-        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        if hasattr(norm, "full_tensor"):  # of sharded parameters
-            norm = norm.full_tensor()
-        verdict = torch.stack([finite.to(norm), norm.isfinite().to(norm)])
-        if group is not None:  # all ranks skip the step or none
-            dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
-        loss_is_finite, norm_is_finite, norm_value = torch.cat([verdict, norm[None]]).tolist()
-        step = bool(loss_is_finite and norm_is_finite)
-        if step:
-            if self.clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-            self.scaler.step(self.optimizer)
-            self._optimizer_step_count += 1
-        else:
-            self._skipped_nonfinite_steps += 1
-            what = "gradient norm" if loss_is_finite else "loss"
-            torchrl_logger.warning(
-                f"The {what} is not finite: this optimizer step is skipped "
-                f"({self._skipped_nonfinite_steps} so far)."
-            )
-        if self._use_scaler and gradients:
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm_value if step else None
-
-
-class BufferFeed:
-    """The replay buffer as the trainer uses it: each collected batch in once, micro-batches out."""
-
-    def __init__(
-        self,
-        buffer: ReplayBuffer,
-        *,
-        iterate: bool,
-        endless: bool,
-        device: DEVICE_TYPING | None,
-    ) -> None:
-        self.buffer = buffer
-        self.iterate = iterate
-        self.endless = endless
-        self.device = device
-        self._is_written = False
-        self._pass: Iterator[TensorDictBase] = iter(())
-
-    def new_batch(self) -> None:
-        """A batch has been collected: the next `extend` writes."""
-        self._is_written = False
-
-    def extend(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write the collected batch, in its first epoch."""
-        if not self._is_written:
-            self._is_written = True
-            self.buffer.extend(batch.cpu())
-        return batch
-
-    def start_epoch(self) -> int:
-        """Begin a pass over the buffer; the most micro-batches that it has."""
-        if not self.endless:
-            self._pass = iter(self.buffer)
-        return math.ceil(len(self.buffer) / self.buffer.batch_size)
-
-    def sample(self, batch: TensorDictBase) -> TensorDictBase:
-        """The next micro-batch. Raises StopIteration at the end of a pass that is not endless."""
-        if not self.iterate:
-            sample = self.buffer.sample()
-        else:
-            sample = next(self._pass, None)
-            if sample is None and self.endless:
-                self._pass = iter(self.buffer)
-                sample = next(self._pass, None)
-            if sample is None:
-                raise StopIteration
-        return sample if self.device is None else sample.to(self.device)
-
-
-class BufferCheckpoint:
-    """A replay buffer on disk; also one that has not been written to, which torchrl refuses."""
-
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self.buffer = buffer
-
-    def dump(self, path: Path) -> None:
-        """Save to the directory `path`."""
-        try:
-            self.buffer.dumps(path)
-        except RuntimeError as error:
-            if "non-initialized storage" not in str(error):
-                raise
-            shutil.rmtree(path, ignore_errors=True)
-            path.mkdir()
-            (path / "never_written").touch()
-
-    def load(self, path: Path) -> None:
-        """Restore what `dump` saved."""
-        if not (path / "never_written").exists():
-            self.buffer.loads(path)
-
-    def _torchrl_checkpoint_detach_from_load_path(self) -> None:
-        detach = getattr(self.buffer, "_torchrl_checkpoint_detach_from_load_path", None)
-        if detach is not None:
-            detach()
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class RewardLog:
@@ -316,8 +107,9 @@ class GRPOTrainer(Trainer):
     * A non-finite loss or gradient skips its own optimiser step, on all ranks, is counted and
       reported.
     * Logged means cover the whole optimisation loop and all ranks.
-    * SIGINT (Ctrl-C) and SIGTERM end the run after the running iteration, with a checkpoint; a
-      second one ends it at once. A collector that fails also leaves a checkpoint.
+    * SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run after the running iteration, with a
+      checkpoint; a second one ends it at once. An error also leaves a checkpoint: of the state
+      before the batch if the collector raised it, as far as the iteration came if not.
     * A checkpoint holds all that the next step depends on, random number generators included; of a
       RayLLMCollector only what is in this process. Restoring one pushes the weights.
 
@@ -394,6 +186,22 @@ class GRPOTrainer(Trainer):
             UserWarning,
             stacklevel=2,
         )
+        _check_counts(
+            total_frames=total_frames,
+            frame_skip=frame_skip,
+            optim_steps_per_batch=optim_steps_per_batch,
+            weight_update_frequency=weight_update_frequency,
+            batch_size=batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            num_epochs=num_epochs,
+        )
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm must be a number > 0 or None, got {clip_norm!r}")
+        if async_collection and not hasattr(collector, "start"):
+            raise ValueError(
+                "async_collection needs a collector that runs by itself, with `start()`; "
+                f"{type(collector).__name__} has none"
+            )
         if optimization_stepper is None:
             if optimizer is None:
                 raise ValueError(
@@ -434,6 +242,7 @@ class GRPOTrainer(Trainer):
         self.collected_frames = self._optim_count = self._last_save = 0
         self._last_log = {}
         self._saved_at: int | None = None
+        self._left_out_micro_batches = 0
         self._weight_sync_sender = weight_sync_sender
         if isinstance(collector, RayLLMCollector):
             _mend_ray_collector(collector)
@@ -607,6 +416,7 @@ class GRPOTrainer(Trainer):
             mine = list(micro_batches)
             agreed = self._agreed(len(mine), dist.ReduceOp.MIN)
             if agreed < len(mine):
+                self._left_out_micro_batches += len(mine) - agreed
                 torchrl_logger.warning(
                     f"{len(mine) - agreed} of {len(mine)} micro-batches are left out: another rank "
                     "has fewer."
@@ -653,6 +463,8 @@ class GRPOTrainer(Trainer):
         self._post_optim_complete_log_hook(self._optim_count, means.means(self.process_group))
         skipped = getattr(self.optimization_stepper, "_skipped_nonfinite_steps", 0)
         self._log(skipped_nonfinite_steps=skipped)
+        if self.process_group is not None:
+            self._log(left_out_micro_batches=self._left_out_micro_batches)
 
     # The run
 
@@ -664,26 +476,38 @@ class GRPOTrainer(Trainer):
             self._pbar = tqdm(total=self.total_frames, initial=self.collected_frames)
             self._pbar_str = {}
         with self._stop_on_signals():
-            batches = self._batches()
-            self._setup_hook()
-            while self.collected_frames < self.total_frames:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
-                except Exception:
+            try:
+                self._iterations()
+            except BaseException as error:
+                if isinstance(error, Exception):
                     self._save_what_is_left()
-                    raise
-                self._iteration(batch)
-                if self._agreed(int(self._stop_training), dist.ReduceOp.MAX):
-                    torchrl_logger.info(f"Stopped: {self._stop_reason or 'asked to'}.")
-                    break
-                if self.collected_frames < self.total_frames:
-                    self.save_trainer()
-            if self._saved_at != self.collected_frames:
-                self.save_trainer(force_save=True)
+                with contextlib.suppress(Exception):  # the first error is the one to show
+                    self.shutdown()
+                raise
             self._shutdown_hook()
             self.shutdown()
+
+    def _iterations(self) -> None:
+        batches = self._batches()
+        self._setup_hook()
+        rng = GlobalRNGState()
+        while self.collected_frames < self.total_frames:
+            before = rng.state_dict()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            except Exception:
+                rng.load_state_dict(before)  # the next run draws this batch again
+                raise
+            self._iteration(batch)
+            if self._agreed(int(self._stop_training), dist.ReduceOp.MAX):
+                torchrl_logger.info(f"Stopped: {self._stop_reason or 'asked to'}.")
+                break
+            if self.collected_frames < self.total_frames:
+                self.save_trainer()
+        if self._saved_at != self.collected_frames:
+            self.save_trainer(force_save=True)
 
     def _iteration(self, batch: TensorDictBase | None) -> None:
         before = self.collected_frames
@@ -741,7 +565,11 @@ class GRPOTrainer(Trainer):
                 f"{name}: the run ends after this iteration, and saves. Again ends it at once."
             )
 
-        previous = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+        previous = {
+            number: signal.signal(number, stop)
+            for number in STOP_SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+        }
         try:
             yield
         finally:
@@ -796,12 +624,12 @@ class GRPOTrainer(Trainer):
             self._save_trainer()
 
     def _save_what_is_left(self) -> None:
-        """A checkpoint for a run that ends by an error of its collector."""
+        """A checkpoint for a run that ends by an error."""
         if self._saved_at == self.collected_frames:
             return
         try:
             self.save_trainer(force_save=True)
-        except Exception as error:  # the error of the collector is the one to show
+        except Exception as error:  # the first error is the one to show
             torchrl_logger.warning(f"No checkpoint could be saved: {error}")
 
     def load_from_file(self, file: str | Path, **kwargs) -> GRPOTrainer:
@@ -812,6 +640,13 @@ class GRPOTrainer(Trainer):
         if self._weight_sync_sender is not None:
             self._weight_sync_sender.update_weights()
         return self
+
+
+def _check_counts(**counts: int | None) -> None:
+    """Raise ValueError naming the first that is neither a whole number above 0 nor None."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name} must be a whole number above 0, got {count!r}")
 
 
 def _set_batch_size(buffer: ReplayBuffer, batch_size: int) -> None:

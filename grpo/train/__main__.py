@@ -33,6 +33,7 @@ WHAT, LOSS, SAMPLING, OPTIMISER, RUN = (
 
 @app.command()
 def train(
+    context: typer.Context,
     model: Annotated[
         str | None,
         Option(
@@ -166,7 +167,7 @@ def train(
         ),
     ] = 2e-4,
     clip_norm: Annotated[
-        float | None, Option(help="Largest gradient norm.", rich_help_panel=OPTIMISER)
+        float, Option(help="Largest gradient norm; inf: any.", rich_help_panel=OPTIMISER)
     ] = 1.0,
     dtype: Annotated[
         DType, Option(help="Of the forward passes.", rich_help_panel=OPTIMISER)
@@ -177,18 +178,27 @@ def train(
     iterations: Annotated[
         int, Option(min=1, help="Iterations of sampling and training.", rich_help_panel=RUN)
     ] = 100,
-    seed: Annotated[int, Option(help="Of everything random.", rich_help_panel=RUN)] = 0,
+    seed: Annotated[
+        int, Option(min=0, max=2**31 - 1, help="Of everything random.", rich_help_panel=RUN)
+    ] = 0,
     threads: Annotated[int, Option(min=1, help="CPU threads of PyTorch.", rich_help_panel=RUN)] = 1,
     output: Annotated[
         Path, Option(help="Where metrics, curves and checkpoints go.", rich_help_panel=RUN)
     ] = Path("runs/grpo"),
+    overwrite: Annotated[
+        bool,
+        Option(
+            "--overwrite", help="Delete the run that is in --output first.", rich_help_panel=RUN
+        ),
+    ] = False,
     save_every: Annotated[
         int, Option(min=1, help="Iterations between checkpoints.", rich_help_panel=RUN)
     ] = 25,
     resume: Annotated[
         Path | None,
         Option(
-            help="Go on with the run in this directory, with its own options.",
+            help="Go on with the run in this directory, with its own options; --iterations may "
+            "be given to lengthen it.",
             rich_help_panel=RUN,
         ),
     ] = None,
@@ -208,18 +218,37 @@ def train(
     """
     from .run import run
 
+    given = {
+        name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"
+    }
     try:
         if resume is not None:
             settings = load_settings(resume)
+            if others := given - {"resume", "iterations"}:
+                option = "--" + min(others).replace("_", "-")
+                raise InputError(f"{option} cannot be given with --resume: the run keeps its own")
+            if "iterations" in given:
+                settings.iterations = iterations
         else:
+            if data is not None and "task" in given:
+                raise InputError("--task and --data: only one of them can be given")
+            if data is None and "reward" in given:
+                raise InputError("--reward is for --data; a task has a reward of its own")
             if clip_high is None:
                 clip_high = 0.28 if loss is LossName.dapo else 0.2
             values = {name: value for name, value in locals().items() if name in FIELDS}
             settings = Settings(**values)
-        run(settings, resume=resume is not None)
+        run(settings, resume=resume is not None, overwrite=overwrite)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print(
+            "error: interrupted within an iteration, or before the first; --resume goes on from "
+            "the last checkpoint, where there is one",
+            file=sys.stderr,
+        )
+        raise typer.Exit(130) from None
 
 
 FIELDS = Settings.__dataclass_fields__

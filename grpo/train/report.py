@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import json
 import logging
 import sys
 import time
@@ -42,6 +43,8 @@ PHASES = {
     "optimizer": "optimiser",
     "hook/update_weights": "weight sync",
 }
+# Metrics that count from the beginning of the run.
+COUNTED_BY_THE_TRAINER = ("skipped_nonfinite_steps", "left_out_micro_batches")
 BEFORE_THE_FIRST_ITERATION = ("warm-up", "engine start")
 CURVES = (
     ("reward", ("reward_mean", "solved")),
@@ -80,7 +83,8 @@ class Report:
         self.seconds = dict.fromkeys(PHASES.values(), 0.0)
         self.total_seconds = 0.0
         self._row: dict[str, float] = {}
-        self._written_columns: list[str] = []
+        self._columns: list[str] = []
+        self._metrics_file = directory / "metrics.csv"
         self._started = time.monotonic()
         self._finished_before = 0.0  # seconds of the run that this one resumes
         self.quiet = quiet
@@ -124,22 +128,17 @@ class Report:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
         return {
-            "iterations": len(self.rows),
+            "rows": json.dumps(self.rows),
             "seconds": self.seconds,
             "total_seconds": self.total_seconds,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: the rows up to it are read back from metrics.csv."""
-        with (self.directory / "metrics.csv").open(newline="") as file:
-            rows = [
-                {name: float(value) for name, value in row.items() if value}
-                for row in csv.DictReader(file)
-            ]
-        self.rows = rows[: int(state["iterations"])]
+        """Go on from a checkpoint; metrics.csv loses what came after it."""
+        self.rows = json.loads(state["rows"])
         self.seconds = dict(state["seconds"])
         self.total_seconds = self._finished_before = state["total_seconds"]
-        self._write_rows(self.rows, "w")
+        self._write_all_rows()
         self.progress.update(self.bar, completed=len(self.rows))
 
     # The run
@@ -165,6 +164,7 @@ class Report:
         )
         row = {"iteration": len(self.rows) + 1, "seconds": self.total_seconds}
         row |= self._row | metrics
+        before += sum(spent.get(timer, 0.0) for timer in BEFORE_THE_FIRST_ITERATION)
         row["tokens_per_second"] = metrics["response_tokens"] / (self.total_seconds - before)
         row |= {
             f"seconds/{phase}": spent.get(timer, 0.0)
@@ -175,8 +175,11 @@ class Report:
             self.also.log_metrics(row, step=row["iteration"])
         self._row = {}
         self.rows.append(row)
-        new_columns = set(row) - set(self._written_columns)
-        self._write_rows(*((self.rows, "w") if new_columns else ([row], "a")))
+        if set(row) - set(self._columns):
+            self._write_all_rows()
+        elif not self.quiet:
+            with self._metrics_file.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
         self.progress.advance(self.bar)
         self.shown.renderables = [
             f"{label} {format(row[name], spec)}" for label, name, spec in SHOWN if name in row
@@ -185,24 +188,31 @@ class Report:
             shown = "  ".join(self.shown.renderables)
             self.line(f"{len(self.rows):4d}/{self.iterations}  {shown}")
 
-    def _write_rows(self, rows: list[dict[str, float]], mode: str) -> None:
+    def _write_all_rows(self) -> None:
+        """At once: a process killed here leaves the old file or the new one."""
         if self.quiet:
             return
-        if mode == "w":
-            self._written_columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        with (self.directory / "metrics.csv").open(mode, newline="") as file:
-            writer = csv.DictWriter(file, self._written_columns)
-            if mode == "w":
-                writer.writeheader()
-            writer.writerows(rows)
+        self._columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        new = self._metrics_file.with_suffix(".csv.new")
+        with new.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
+        new.replace(self._metrics_file)
 
     def finish(self) -> None:
-        """Draw the curves and write the summary."""
+        """Draw the curves and write the summary; what cannot be written is said, not raised."""
         if self.quiet or not self.rows:
             return
-        self._draw(self.directory / "curves.png")
         summary = self.summary()
-        (self.directory / "summary.txt").write_text(summary + "\n")
+        for name, write in (
+            ("curves.png", self._draw),
+            ("summary.txt", lambda path: path.write_text(summary + "\n")),
+        ):
+            try:
+                write(self.directory / name)
+            except OSError as error:
+                self.line(f"warning: {name} could not be written: {error}")
         print(summary, file=sys.stdout)
 
     def summary(self) -> str:
@@ -228,6 +238,7 @@ class Report:
         ]
         for name, what in (
             ("skipped_nonfinite_steps", "optimiser steps skipped, loss or gradient not finite"),
+            ("left_out_micro_batches", "micro-batches left out: another rank had fewer"),
             ("nonfinite_rewards", "responses left out, reward not finite"),
             (
                 "dropped_groups",
@@ -236,7 +247,7 @@ class Report:
             ("prompts_too_long", "prompts left out, longer than the context"),
         ):
             values = [row.get(name, 0) for row in self.rows]
-            count = values[-1] if name.startswith("skipped") else sum(values)
+            count = values[-1] if name in COUNTED_BY_THE_TRAINER else sum(values)
             if count:
                 lines.append(f"{count:.0f} {what}")
         known = sum(self.seconds.values())

@@ -6,8 +6,11 @@ import contextlib
 import copy
 import math
 import os
+import pickle
 import random
+import shutil
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import timeit
-from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
+from torchrl.checkpoint import CheckpointError, CheckpointRotation
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 from torchrl.record.loggers import Logger
@@ -45,6 +48,7 @@ from .errors import InputError, blamed_on, quoted
 from .policy import PaddedPolicy
 from .report import Report
 from .rollout import Rollout, TransformersRollout
+from .sealed_checkpoint import SealedCheckpoint, is_whole
 from .settings import LoggerName, LossName, RolloutName, Settings
 from .tiny_model import build_model, build_tokenizer
 from .warm_up import warm_up
@@ -55,15 +59,16 @@ WARM_UP_LEARNING_RATE = 2e-3
 BUILT_IN_WARM_UP_STEPS = 40
 # Adam's first steps are as long as its learning rate, whatever the gradient.
 RISING_STEPS = 20
-# Draws of an endless task from which the longest prompt is judged.
+# Draws of an endless task that are looked at before anything is trained.
 TRIAL_DRAWS = 512
 
 
-def run(settings: Settings, *, resume: bool) -> None:
-    """The whole run. Raises InputError for what the user can put right."""
+def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
+    """The whole run. Raises InputError for whatever ends it before its end."""
     check(settings)
     torch.set_num_threads(settings.threads)
     with ranks() as (rank, world):
+        check_ranks(settings, world, resume)
         seed = settings.seed + 10_007 * rank
         torch.manual_seed(settings.seed)
         tokenizer, model = load_model(settings)
@@ -74,24 +79,38 @@ def run(settings: Settings, *, resume: bool) -> None:
         else:
             task = tasks.BUILT_IN.get(settings.task) or tasks.load_function(settings.task)
         prompt_length = fit_prompts(settings, tokenizer, model, task, problems)
-        settings.output.mkdir(parents=True, exist_ok=True)
+        actor = PaddedPolicy(
+            model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
+        )
+        loss = build_loss(settings, actor)
+        if not resume and rank == 0:
+            prepare_output(settings, overwrite)
         report = Report(
             settings.output, settings.iterations, also=make_logger(settings, rank), quiet=rank > 0
         )
         with report.messages():
             model.train()
             if not resume:
-                if rank == 0:
-                    settings.save(settings.output / "settings.json")
                 report.start()
                 with timeit("warm-up"):
                     warm_up_model(settings, tokenizer, model, task, report)
             torch.manual_seed(seed)
+            reference = reference_model(settings, model, resume=resume, save=rank == 0)
             trainer = build_trainer(
-                settings, tokenizer, model, task, prompt_length, report, rank, world, seed
+                settings,
+                tokenizer,
+                model,
+                reference,
+                loss,
+                task,
+                prompt_length,
+                report,
+                rank,
+                world,
+                seed,
             )
             if resume:
-                load_checkpoint(trainer, settings)
+                load_checkpoint(trainer, settings, report)
                 report.start()
             train(trainer, report)
 
@@ -102,17 +121,42 @@ def train(trainer: GRPOTrainer, report: Report) -> None:
         if len(report.rows) < report.iterations:  # a finished run may be resumed
             with report.live():
                 trainer.train()
-    except InputError:
-        raise
     except Exception as error:
-        if not is_lost_contact(error):
-            raise
+        what = str(error)
+        if not isinstance(error, InputError):
+            what = f"{type(error).__name__}: {first_line(error)}"
+            details = report.directory / "error.txt"
+            with contextlib.suppress(OSError):
+                details.write_text(traceback.format_exc())
+                what += f" (more in {details})"
+        way_on = "no checkpoint could be saved"
+        if trainer.checkpoint_rotation.latest() is not None:
+            way_on = f"go on with --resume {report.directory}"
         raise InputError(
-            f"{type(error).__name__}: {str(error).splitlines()[0]} -- the run stopped after "
-            f"iteration {len(report.rows)}; go on with --resume {report.directory}"
+            f"{what} -- the run stopped after iteration {len(report.rows)}; {way_on}"
         ) from error
     finally:
         report.finish()
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    return next((line for line in str(error).splitlines() if line.strip()), "without a message")
+
+
+LARGEST = torch.finfo(torch.float32).max
+# What numbers the options accept; NaN is none of them.
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "clip_low": ("at least 0 and below 1", lambda x: 0 <= x < 1),
+    "clip_high": ("a finite number of at least 0", lambda x: 0 <= x <= LARGEST),
+    "kl_to_ref": ("a finite number of at least 0", lambda x: 0 <= x <= LARGEST),
+    "kl_to_inference": ("a finite number of at least 0", lambda x: 0 <= x <= LARGEST),
+    "kl_mask_threshold": ("above 0", lambda x: x > 0),
+    "entropy_coeff": ("a finite number", lambda x: abs(x) <= LARGEST),
+    "importance_cap": ("a finite number above 0", lambda x: 0 < x <= LARGEST),
+    "learning_rate": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "clip_norm": ("above 0; inf does not clip", lambda x: x > 0),
+}
 
 
 def check(settings: Settings) -> None:
@@ -133,18 +177,68 @@ def check(settings: Settings) -> None:
         raise InputError(
             "--candidates does nothing without --keep-return-bounds: any group would be accepted"
         )
-    if settings.importance_cap is not None and settings.importance_cap <= 0:
-        raise InputError(f"--importance-cap {settings.importance_cap}: must be above 0")
+    for name, (accepted, is_accepted) in NUMBERS.items():
+        value = getattr(settings, name)
+        if value is not None and not is_accepted(value):
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{option} {value}: must be {accepted}")
+    cores = os.cpu_count() or 1
+    if settings.threads > cores:
+        raise InputError(f"--threads {settings.threads}: the machine has {cores} cores")
     try:
         device = torch.device(settings.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {settings.device}: {str(error).splitlines()[0]}") from None
+        torch.empty(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"--device {settings.device}: {first_line(error)}") from None
     if settings.data is not None and not settings.data.exists():
         raise InputError(f"--data {settings.data}: no such file")
     if settings.logger is not LoggerName.csv and find_spec(settings.logger.value) is None:
         package = settings.logger.value
         raise InputError(f"--logger {package}: the package is missing; pip install {package}")
+
+
+def check_ranks(settings: Settings, world: int, resume: bool) -> None:
+    """Whether the ranks can share the run."""
+    if resume and settings.ranks != world:
+        raise InputError(
+            f"--resume {settings.output}: the run had {settings.ranks} ranks, and this one has "
+            f"{world}; start as many with torchrun"
+        )
+    if settings.prompts % world:
+        raise InputError(f"--prompts {settings.prompts}: not a multiple of the {world} ranks")
+    settings.ranks = world
+
+
+# What a run leaves in its directory.
+REFERENCE = "reference.pt"
+LEFT_BY_A_RUN = (
+    "settings.json",
+    "metrics.csv",
+    "curves.png",
+    "summary.txt",
+    "error.txt",
+    "checkpoints",
+    "rank*",
+    REFERENCE,
+)
+
+
+def prepare_output(settings: Settings, overwrite: bool) -> None:
+    """An output directory without another run in it, with this one's settings."""
+    directory = settings.output
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        left = [path for pattern in LEFT_BY_A_RUN for path in directory.glob(pattern)]
+        if left and not overwrite:
+            raise InputError(
+                f"--output {directory}: there is a run already; --resume {directory} goes on with "
+                "it, --overwrite takes its place"
+            )
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        settings.save(directory / "settings.json")
+    except OSError as error:
+        raise InputError(f"--output {directory}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
@@ -264,6 +358,33 @@ def check_answer(
         )
 
 
+def warm_up_steps(settings: Settings) -> int:
+    """How many supervised steps come first."""
+    if settings.warm_up_steps is not None:
+        return settings.warm_up_steps
+    return BUILT_IN_WARM_UP_STEPS if settings.model is None else 0
+
+
+def reference_model(
+    settings: Settings, model: PreTrainedModel, *, resume: bool, save: bool
+) -> PreTrainedModel | None:
+    """The model that the KL penalty is to, as training begins; kept in a file for resumed runs."""
+    if not settings.kl_to_ref:
+        return None
+    reference = copy.deepcopy(model).eval().requires_grad_(False)
+    if not warm_up_steps(settings):
+        return reference
+    path = settings.output / REFERENCE
+    try:
+        if resume:
+            reference.load_state_dict(torch.load(path, map_location=settings.device))
+        elif save:
+            torch.save(reference.state_dict(), path)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise InputError(f"{path}: the reference model: {first_line(error)}") from None
+    return reference
+
+
 def warm_up_model(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
@@ -272,9 +393,7 @@ def warm_up_model(
     report: Report,
 ) -> None:
     """The supervised steps. All ranks take the same."""
-    steps = settings.warm_up_steps
-    if steps is None:
-        steps = BUILT_IN_WARM_UP_STEPS if settings.model is None else 0
+    steps = warm_up_steps(settings)
     if not steps:
         return
     losses: list[float] = []
@@ -332,6 +451,8 @@ def build_trainer(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    loss: nn.Module,
     task: tasks.Task,
     prompt_length: int,
     report: Report,
@@ -339,9 +460,7 @@ def build_trainer(
     world: int,
     seed: int,
 ) -> GRPOTrainer:
-    """The trainer with its collector, loss, buffer, report and checkpoints."""
-    if settings.prompts % world:
-        raise InputError(f"--prompts {settings.prompts}: not a multiple of the {world} ranks")
+    """The trainer with its collector, buffer, report and checkpoints."""
     prompts, samples = settings.prompts // world, settings.candidates or settings.group_size
     dtype = getattr(torch, settings.dtype.value)
     with timeit("engine start"):
@@ -367,10 +486,6 @@ def build_trainer(
         batch_size=settings.mini_batch,
         transform=Compose(advantages, TrimAndWeigh()),
     )
-    actor = PaddedPolicy(
-        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
-    )
-    loss: nn.Module = build_loss(settings, actor)
     if world > 1:
         loss = DistributedDataParallel(loss)
     directory = settings.output if rank == 0 else settings.output / f"rank{rank}"
@@ -395,14 +510,11 @@ def build_trainer(
             logger=report,
             log_interval=0,
             progress_bar=False,
-            checkpoint=Checkpoint(),
+            checkpoint=SealedCheckpoint(),
             checkpoint_rotation=CheckpointRotation(directory / "checkpoints", keep_last=2),
             # Saved where more frames than this have passed since the last time.
             save_trainer_interval=settings.save_every * prompts * samples - 1,
         )
-    reference = None
-    if settings.kl_to_ref:
-        reference = copy.deepcopy(model).eval().requires_grad_(False)
     scores = TrainerScores(model, reference, dtype)
     trainer.register_op("process_optim_batch", scores)
 
@@ -412,7 +524,8 @@ def build_trainer(
     def end_iteration() -> None:
         dropped = {"dropped_groups": advantages.dropped_groups}
         advantages.reset_stats()
-        report.end_iteration(collector.metrics | dropped | scores.end_iteration(settings.epochs))
+        metrics = collector.metrics | dropped | scores.end_iteration(settings.epochs)
+        report.end_iteration(over_ranks(metrics, trainer.process_group))
         if len(report.rows) == settings.iterations:
             trainer.request_stop("all iterations are done")
 
@@ -421,6 +534,22 @@ def build_trainer(
     schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, rise_and_fall(steps))
     LRSchedulerHook(schedule, interval="optim").register(trainer)
     return trainer
+
+
+def over_ranks(metrics: dict[str, float], group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Of all ranks: shares and differences as means, the largest difference, counts as sums."""
+    if group is None:
+        return metrics
+    everyones: list[dict[str, float]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyones, metrics, group=group)
+    together = {}
+    for name in metrics:
+        values = [one[name] for one in everyones]
+        if name in ("solved", "rollout_difference"):
+            together[name] = sum(values) / len(values)
+        else:
+            together[name] = max(values) if name == "rollout_difference_max" else sum(values)
+    return together
 
 
 def optimiser_steps(settings: Settings, rows: int) -> int:
@@ -490,10 +619,17 @@ def make_logger(settings: Settings, rank: int) -> Logger | None:
         raise InputError(f"--logger wandb: {str(error).splitlines()[0]}") from None
 
 
-def load_checkpoint(trainer: GRPOTrainer, settings: Settings) -> None:
-    """The latest checkpoint that every rank has."""
+def load_checkpoint(trainer: GRPOTrainer, settings: Settings, report: Report) -> None:
+    """The latest checkpoint that every rank has whole."""
     rotation = trainer.checkpoint_rotation
-    paths = {int(path.name.split("-")[-1]): path for path in rotation.checkpoints()}
+    for unfinished in rotation.directory.glob(".*.stage-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    paths = {}
+    for path in rotation.checkpoints():
+        if is_whole(path):
+            paths[int(path.name.split("-")[-1])] = path
+        else:
+            report.line(f"warning: {path} is damaged; the one before it is taken")
     steps = sorted(paths)
     if trainer.world_size > 1:
         everyones: list[list[int]] = [[] for _ in range(trainer.world_size)]
@@ -504,12 +640,4 @@ def load_checkpoint(trainer: GRPOTrainer, settings: Settings) -> None:
     try:
         trainer.load_from_file(paths[steps[-1]])
     except CheckpointError as error:
-        raise InputError(f"--resume {settings.output}: {str(error).splitlines()[0]}") from None
-
-
-def is_lost_contact(error: Exception) -> bool:
-    """Whether an actor, engine or rank is gone, rather than something being wrong here."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"RayError", "DistError", "EngineDeadError"}:
-        return True
-    return "Connection closed by peer" in str(error) or "Connection reset" in str(error)
+        raise InputError(f"--resume {settings.output}: {first_line(error)}") from None

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from .errors import InputError
+
 
 class LossName(str, Enum):
     """Losses of this package."""
@@ -93,6 +95,7 @@ class Settings:
     save_every: int
     logger: LoggerName
     ray: bool
+    ranks: int = 1
 
     def save(self, path: Path) -> None:
         """As JSON, for `--resume`."""
@@ -100,8 +103,7 @@ class Settings:
 
     @classmethod
     def load(cls, path: Path) -> Settings:
-        """What `save` wrote."""
-        values = json.loads(path.read_text())
+        """What `save` wrote. Raises InputError for anything else."""
         types = {
             "data": Path,
             "output": Path,
@@ -113,9 +115,16 @@ class Settings:
             "logger": LoggerName,
             "keep_return_bounds": tuple,
         }
-        return cls(
-            **{
-                name: types[name](value) if name in types and value is not None else value
-                for name, value in values.items()
-            }
-        )
+        try:
+            values = json.loads(path.read_text())
+            return cls(
+                **{
+                    name: types[name](value) if name in types and value is not None else value
+                    for name, value in values.items()
+                }
+            )
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"{path}: damaged, or of another version of this program: {reason}"
+            ) from None

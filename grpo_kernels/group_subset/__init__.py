@@ -15,6 +15,7 @@ in exactly this arithmetic, however the search went about it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -84,17 +85,23 @@ def group_subset(
             enumerates up to `enumeration_limit` subsets and proves little beyond.
 
     Raises:
-        ValueError: for a value that is NaN or infinite, k out of range, bounds that are NaN or
-            enclose nothing, an unknown rule or backend.
+        ValueError: for a value that is NaN, infinite or complex, k that is no integer or out of
+            range, bounds that are NaN or enclose nothing, a negative or non-integer
+            enumeration_limit or budget, an unknown rule or backend.
     """
     if not isinstance(values, torch.Tensor):
-        values = torch.as_tensor(values, dtype=torch.float64)
+        try:
+            values = torch.as_tensor(values, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"values must be real numbers: {error}.") from None
+    if values.is_complex():
+        raise ValueError(f"values must be real numbers, got {values.dtype}.")
     n = values.numel()
-    low, high = _check(n, k, bounds, rule)
+    k, low, high = _check(n, k, bounds, rule)
+    enumeration_limit = _count("enumeration_limit", enumeration_limit)
+    budget = _count("budget", budget)
     run = cpu if _runs_cpp(backend) else eager
-    found = run.group_subset(
-        values, k, rule, low, high, min(enumeration_limit, INT64_MAX), min(budget, INT64_MAX)
-    )
+    found = run.group_subset(values, k, rule, low, high, enumeration_limit, budget)
     if found is None:
         bad = next((i, v) for i, v in enumerate(values.reshape(-1).tolist()) if v - v != 0)
         raise ValueError(f"values must be finite, got {bad[1]} at index {bad[0]}.")
@@ -128,16 +135,22 @@ def group_subsets(
     """
     if values.ndim != 2:
         raise ValueError(f"values must be [groups, n], got shape {list(values.shape)}.")
+    if values.is_complex():
+        raise ValueError(f"values must be real numbers, got {values.dtype}.")
     groups, n = values.shape
     if lengths is None:
         lengths = torch.full((groups,), n, dtype=torch.int64)
     elif lengths.shape != (groups,):
         raise ValueError(f"lengths must be [{groups}], got shape {list(lengths.shape)}.")
+    elif lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise ValueError(f"lengths must be integers, got {lengths.dtype}.")
     lengths = lengths.to(_CPU, torch.int64).contiguous()
     shortest, longest = (int(x) for x in lengths.aminmax()) if groups else (n, n)
     if longest > n:
         raise ValueError(f"lengths must be at most n = {n}, got {longest}.")
-    low, high = _check(shortest, k, bounds, rule)
+    k, low, high = _check(shortest, k, bounds, rule)
+    enumeration_limit = _count("enumeration_limit", enumeration_limit)
+    budget = _count("budget", budget)
     values = values.detach().to(_CPU, torch.float64).contiguous()
     bad = ~values.isfinite() & (torch.arange(n) < lengths[:, None])
     if bad.any():
@@ -153,17 +166,18 @@ def group_subsets(
         rule,
         low,
         high,
-        min(enumeration_limit, INT64_MAX),
-        min(budget, INT64_MAX),
+        enumeration_limit,
+        budget,
     )
     return Subsets(indices, indices[:, 0] >= 0, proofs == 2, proofs >= 1)
 
 
 def _check(
     n: int, k: int, bounds: tuple[float, float] | None, rule: str
-) -> tuple[float | None, float | None]:
+) -> tuple[int, float | None, float | None]:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {RULES}, got {rule!r}.")
+    k = _integer("k", k)
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and the number of candidates {n}, got {k}.")
     if bounds is None:
@@ -172,11 +186,26 @@ def _check(
                 "rule='balanced' needs bounds=(low, high); without bounds choose one of "
                 f"{RULES[1:]}."
             )
-        return None, None
+        return k, None, None
     low, high = bounds
     if not low < high:
         raise ValueError(f"bounds must be an increasing (low, high) pair, got {bounds}.")
-    return float(low), float(high)
+    return k, float(low), float(high)
+
+
+def _integer(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}.") from None
+
+
+def _count(name: str, value: int) -> int:
+    """As the search takes it: at most 2^63 - 1."""
+    value = _integer(name, value)
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}.")
+    return min(value, INT64_MAX)
 
 
 def _runs_cpp(backend: str) -> bool:

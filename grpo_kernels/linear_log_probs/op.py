@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..token_log_probs.op import TWICE_DIFFERENTIATED, not_twice_differentiable
+from ..once_differentiable import not_twice_differentiable, refuse_second_derivative
+from ..precision import compute_dtype
 from . import chunked
-
-
-def _result_dtype(weight: Tensor) -> torch.dtype:
-    return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
 def _flat(values: Tensor | None) -> Tensor | None:
@@ -23,7 +20,7 @@ def _flat_inputs(
     hidden: Tensor, tokens: Tensor, mask: Tensor | None, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, float | Tensor]:
     if isinstance(temperature, Tensor):
-        temperature = temperature.to(_result_dtype(hidden)).expand(tokens.shape).reshape(-1)
+        temperature = temperature.to(compute_dtype(hidden)).expand(tokens.shape).reshape(-1)
     return (
         hidden.reshape(-1, hidden.shape[-1]),
         tokens.to(torch.int64).reshape(-1).contiguous(),
@@ -155,7 +152,7 @@ def linear_log_probs_op(
 @linear_log_probs_op.register_fake
 def _(hidden, weight, bias, tokens, mask, temperatures, temperature, entropy, *_):
     def new(shape):
-        return torch.empty(shape, dtype=_result_dtype(weight), device=weight.device)
+        return torch.empty(shape, dtype=compute_dtype(weight), device=weight.device)
 
     shape = tokens.shape
     return new(shape), new(shape if entropy else (0,)), new(shape), new(shape)
@@ -253,7 +250,7 @@ def _backward(ctx: FunctionCtx, grad_log_probs, grad_entropy, *_):
 
 
 def _double_backward(ctx: FunctionCtx, *_):
-    raise RuntimeError(TWICE_DIFFERENTIATED.format("linear_log_probs"))
+    refuse_second_derivative("linear_log_probs")
 
 
 linear_log_probs_op.register_autograd(_backward, setup_context=_setup_context)

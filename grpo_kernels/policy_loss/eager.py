@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..precision import compute_dtype
 from .options import (
     Aggregation,
     InputGradients,
@@ -31,7 +32,6 @@ from .options import (
     PolicyLossOptions,
     PolicyLossOutput,
     Semantics,
-    compute_dtype,
     objective_shape,
 )
 

@@ -13,14 +13,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..token_log_probs.op import not_twice_differentiable
+from ..once_differentiable import not_twice_differentiable, refuse_second_derivative
+from ..precision import compute_dtype
 from . import cpu, eager
 from .options import (
     OPTIONS_SCHEMA,
     LossGradients,
     PolicyLossOptions,
     PolicyLossOutput,
-    compute_dtype,
     output_shapes,
     present_terms,
 )
@@ -181,7 +181,7 @@ def _backward_of_policy_loss(ctx, *upstream: Tensor | None) -> tuple[Tensor | No
 
 
 def _no_second_derivative(ctx, *upstream: Tensor) -> NoReturn:
-    raise RuntimeError("policy_loss is differentiable once; its second derivative is not available")
+    refuse_second_derivative("policy_loss")
 
 
 _library.impl("policy_loss", _policy_loss, "CompositeExplicitAutograd")

@@ -194,11 +194,6 @@ def check_options(options: PolicyLossOptions) -> None:
         raise ValueError(f"normaliser must be a finite number > 0, got {normaliser!r}")
 
 
-def compute_dtype(log_probs: Tensor) -> torch.dtype:
-    """fp64 for fp64 log-probs, else fp32: what everything is computed and returned in."""
-    return torch.float64 if log_probs.dtype == torch.float64 else torch.float32
-
-
 def objective_shape(log_probs: Tensor, options: PolicyLossOptions) -> tuple[int, ...]:
     """Shape of loss_objective and loss_entropy (and of the KL losses under corrected semantics)."""
     if options.aggregation == "none":

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backends import on_device
+from ..precision import compute_dtype
 from . import eager
 from .options import (
     InputGradients,
     LossGradients,
     PolicyLossOptions,
     PolicyLossOutput,
-    compute_dtype,
     output_shapes,
 )
 

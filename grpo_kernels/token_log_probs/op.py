@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-TWICE_DIFFERENTIATED = (
-    "{}: double backward is not implemented; call backward without create_graph, or "
-    "differentiate a plain PyTorch log_softmax twice"
-)
+from ..once_differentiable import not_twice_differentiable, refuse_second_derivative
+from ..precision import compute_dtype
 
 
 def implementation(backend: str) -> ModuleType:
@@ -62,28 +60,7 @@ def _per_row(values: Tensor | None, rows: Tensor) -> Tensor | None:
 def _temperature_per_row(temperature: float | Tensor, tokens: Tensor, rows: Tensor):
     if not isinstance(temperature, Tensor):
         return temperature
-    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    return _per_row(temperature.to(dtype).expand(tokens.shape), rows)
-
-
-class _RaiseOnBackward(torch.autograd.Function):
-    """Identity on a first-order gradient that must not be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, grad: Tensor, operation: str, *depends_on: Tensor):
-        ctx.operation = operation
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *_):
-        raise RuntimeError(TWICE_DIFFERENTIATED.format(ctx.operation))
-
-
-def not_twice_differentiable(grad: Tensor, operation: str, *depends_on: Tensor | None) -> Tensor:
-    """`grad`, raising if it is differentiated with respect to what it depends on."""
-    if not torch.is_grad_enabled():
-        return grad
-    return _RaiseOnBackward.apply(grad, operation, *depends_on)
+    return _per_row(temperature.to(compute_dtype(rows)).expand(tokens.shape), rows)
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -166,10 +143,6 @@ class TokenLogProbs(torch.autograd.Function):
         return grad_logits, *(None,) * 7
 
 
-def _result_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 @torch.library.custom_op("grpo_kernels::token_log_probs", mutates_args=())
 def token_log_probs_op(
     logits: Tensor,
@@ -199,7 +172,7 @@ def token_log_probs_op(
 
 @token_log_probs_op.register_fake
 def _(logits, tokens, mask, temperatures, temperature, entropy, logit_softcap, backend):
-    dtype = _result_dtype(logits)
+    dtype = compute_dtype(logits)
     log_probs, row_max, log_sum = (
         torch.empty(tokens.shape, dtype=dtype, device=logits.device) for _ in range(3)
     )
@@ -277,7 +250,7 @@ def _backward(ctx: FunctionCtx, grad_log_probs, grad_entropy, *_):
 
 
 def _double_backward(ctx: FunctionCtx, *_):
-    raise RuntimeError(TWICE_DIFFERENTIATED.format("token_log_probs"))
+    refuse_second_derivative("token_log_probs")
 
 
 token_log_probs_op.register_autograd(_backward, setup_context=_setup_context)

@@ -161,7 +161,7 @@ def test_a_killed_writer_leaves_the_others_working_and_the_counters_consistent(s
         assert_consistent(after)
 
 
-def die_before_confirming(transform):
+def die_before_settling(transform):
     # The last trajectory of group 0: the ledger hands the group over, and nobody takes it.
     arrivals = [transform._arrival(trajectory(0, [1.0], GROUP_SIZE - 1))]
     transform._ledger._callmethod("add", (arrivals, 0))
@@ -171,7 +171,7 @@ def die_before_confirming(transform):
 def test_a_group_whose_writer_was_killed_on_receipt_goes_to_the_next(shared):
     for identity in range(GROUP_SIZE - 1):
         assert shared.inv(trajectory(0, [0.0], identity)) is None
-    victim = in_process(die_before_confirming, shared)
+    victim = in_process(die_before_settling, shared)
     victim.join()
     deadline = time.monotonic() + 10
     out = None
@@ -179,6 +179,21 @@ def test_a_group_whose_writer_was_killed_on_receipt_goes_to_the_next(shared):
         out = shared.inv(trajectory(1000 + int(time.monotonic() * 1e6) % 10**9, [0.0]))
     assert out["identity"].tolist() == list(range(GROUP_SIZE))
     assert shared.get_stats()["written_groups"] == 1
+    assert_consistent(shared.get_stats())
+
+
+def test_a_group_that_cannot_be_written_costs_only_itself(shared):
+    groups = range(2000, 2002)
+    for member in range(GROUP_SIZE - 1):
+        for group in groups:
+            given = trajectory(group, [0.0], member)
+            shared.inv(given.set("extra", torch.zeros(1)) if group == 2001 else given)
+    with pytest.raises(RuntimeError, match="could not write group 2001, which is dropped"):
+        shared.inv(torch.cat([trajectory(group, [1.0], GROUP_SIZE - 1) for group in groups]))
+    stats = shared.get_stats()
+    assert (stats["written_groups"], stats["failed_groups"]) == (0, 1)
+    out = shared.inv(trajectory(0, [0.0])[:0])
+    assert out["query"].tolist() == [2000] * GROUP_SIZE
     assert_consistent(shared.get_stats())
 
 

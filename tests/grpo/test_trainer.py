@@ -1,6 +1,7 @@
 """GRPOTrainer: what a step is, what is counted, what is logged."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -302,8 +303,8 @@ def test_async_collection_pushes_weights_between_steps():
         weight_update_frequency=2,
         optim_steps_per_batch=3,
         empty_replay_buffer_on_weight_update=False,
+        collector=AsyncCollector(buffer),
     )
-    trainer.collector = AsyncCollector(buffer)
     trainer.train()
     assert trainer._optim_count % 3 == 0
     assert sender.pushes == trainer._optim_count // 2
@@ -312,9 +313,12 @@ def test_async_collection_pushes_weights_between_steps():
 def test_async_collection_says_so_when_the_collector_has_died():
     buffer = make_buffer(2)
     trainer = make_trainer(
-        batches=50, replay_buffer=buffer, async_collection=True, optim_steps_per_batch=1
+        batches=50,
+        replay_buffer=buffer,
+        async_collection=True,
+        optim_steps_per_batch=1,
+        collector=AsyncCollector(buffer, dies_at=12),
     )
-    trainer.collector = AsyncCollector(buffer, dies_at=12)
     with pytest.raises(RuntimeError, match="stopped by itself after"):
         trainer.train()
 
@@ -325,6 +329,32 @@ def test_the_collector_is_shut_down_once():
     collector = trainer.collector
     del trainer
     assert collector.shutdowns == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        *[
+            ({name: value}, f"{name} must be a whole number above 0, got {value!r}")
+            for name, value in (
+                ("frame_skip", 0),
+                ("batch_size", 0),
+                ("batch_size", -1),
+                ("num_epochs", 0),
+                ("optim_steps_per_batch", -1),
+                ("gradient_accumulation_steps", 1.5),
+                ("weight_update_frequency", 0),
+            )
+        ],
+        ({"clip_norm": -1.0}, "clip_norm must be a number > 0 or None, got -1.0"),
+        ({"clip_norm": math.nan}, "clip_norm must be a number > 0 or None, got nan"),
+        ({"async_collection": True}, "ToyCollector has none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_train_is_refused(options, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        make_trainer(**options)
 
 
 def test_a_buffer_without_batch_size_is_refused():

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from torchrl.checkpoint import Checkpoint, CheckpointRotation
-from toy_run import make_buffer, make_trainer
+from toy_run import ToyCollector, make_buffer, make_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GRPOTrainer is an experimental"),
@@ -163,6 +163,51 @@ def test_a_failing_collector_leaves_a_checkpoint(tmp_path):
     resumed = run(4, tmp_path, resume=True)
     assert resumed.collected_frames == 16
     assert resumed._optim_count == 8
+
+
+class RandomCollector(ToyCollector):
+    """Draws before it can fail; what it counts itself it takes back."""
+
+    def __init__(self, fails_at=None):
+        super().__init__()
+        self.fails_at = fails_at
+
+    def __iter__(self):
+        for number, batch in enumerate(super().__iter__(), self.batches + 1):
+            if number == self.fails_at:
+                self.batches -= 1
+                raise ConnectionError("the engine is gone")
+            yield batch
+
+
+def test_what_a_failing_collector_drew_is_drawn_again(tmp_path):
+    whole = run(4, tmp_path / "whole", collector=RandomCollector())
+    with pytest.raises(ConnectionError):
+        run(4, tmp_path / "cut", collector=RandomCollector(fails_at=3), save_trainer_interval=10**6)
+    resumed = run(4, tmp_path / "cut", collector=RandomCollector(), resume=True)
+    assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("where", ["post_steps", "process_optim_batch"])
+def test_any_error_leaves_a_checkpoint_and_ends_the_collector(tmp_path, where):
+    trainer = make_trainer(
+        batches=4,
+        checkpoint=Checkpoint(),
+        checkpoint_rotation=CheckpointRotation(tmp_path, keep_last=2),
+    )
+    calls = []
+
+    def fail(*batch):
+        calls.append(batch)
+        if len(calls) == 4:
+            raise MemoryError("no room")
+        return batch[0] if batch else None
+
+    trainer.register_op(where, fail)
+    with pytest.raises(MemoryError, match="no room"):
+        trainer.train()
+    assert trainer.collector.shutdowns == 1
+    assert trainer.checkpoint_rotation.latest() is not None
 
 
 def test_the_final_state_is_saved_once(tmp_path):

@@ -119,7 +119,14 @@ def make_buffer(batch_size: int = 2, **kwargs) -> ReplayBuffer:
 
 
 def make_trainer(
-    *, batches=1, lengths=(5, 15, 3, 8), change=None, loss=None, optimizer=None, **options
+    *,
+    batches=1,
+    lengths=(5, 15, 3, 8),
+    change=None,
+    loss=None,
+    optimizer=None,
+    collector=None,
+    **options,
 ) -> GRPOTrainer:
     """A run of `batches` batches over the bigram model."""
     if loss is None:
@@ -129,7 +136,7 @@ def make_trainer(
     options.setdefault("replay_buffer", make_buffer())
     options.setdefault("empty_replay_buffer_on_weight_update", True)
     return GRPOTrainer(
-        collector=ToyCollector(lengths, change),
+        collector=collector or ToyCollector(lengths, change),
         total_frames=batches * len(lengths),
         loss_module=loss,
         optimizer=optimizer,

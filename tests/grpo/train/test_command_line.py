@@ -35,7 +35,15 @@ SMALL = [
 
 
 def train(output, *options, code=0, small=SMALL):
-    result = CliRunner().invoke(app, [*small, "--output", str(output), *map(str, options)])
+    return invoke(*small, "--output", output, *options, code=code)
+
+
+def resume(output, *options, code=0):
+    return invoke("--resume", output, *options, code=code)
+
+
+def invoke(*options, code):
+    result = CliRunner().invoke(app, [*map(str, options)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, result.output
@@ -136,7 +144,7 @@ def test_resuming_gives_the_parameters_of_the_uninterrupted_run(tmp_path):
     train(tmp_path / "whole", "--save-every", 1)
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(max((tmp_path / "again/checkpoints").iterdir()))  # of the last iteration
-    train(tmp_path / "nowhere", "--resume", tmp_path / "again")
+    resume(tmp_path / "again")
     assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "again"))
     whole, again = rows(tmp_path / "whole"), rows(tmp_path / "again")
     assert [row["iteration"] for row in again] == [1, 2, 3]
@@ -144,10 +152,115 @@ def test_resuming_gives_the_parameters_of_the_uninterrupted_run(tmp_path):
         assert again[2][name] == whole[2][name]
 
 
+def error_of(output):
+    """The one line that says what went wrong."""
+    (line,) = (line for line in output.splitlines() if line.startswith("error: "))
+    return line
+
+
+def test_a_resumed_run_has_the_reference_of_the_first(tmp_path):
+    options = ("--kl-to-ref", 0.1, "--warm-up-steps", 3, "--mini-batch", 4)
+    train(tmp_path / "whole", *options, "--save-every", 1)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(max((tmp_path / "again/checkpoints").iterdir()))
+    resume(tmp_path / "again")
+    assert rows(tmp_path / "again")[2]["kl_to_ref"] == rows(tmp_path / "whole")[2]["kl_to_ref"]
+    (tmp_path / "again/reference.pt").write_bytes(b"cut")
+    assert "reference.pt: the reference model" in error_of(resume(tmp_path / "again", code=2))
+
+
+def test_a_directory_with_a_run_is_not_taken_unasked(tmp_path):
+    train(tmp_path, "--save-every", 1)
+    settings, before = (tmp_path / "settings.json").read_text(), weights(tmp_path)
+    error = error_of(train(tmp_path, "--seed", 5, code=2))
+    assert f"--resume {tmp_path} goes on with it, --overwrite takes its place" in error
+    assert "--clip-low" in error_of(train(tmp_path, "--overwrite", "--clip-low", 5, code=2))
+    assert (tmp_path / "settings.json").read_text() == settings
+    assert torch.equal(weights(tmp_path), before)
+    train(tmp_path, "--overwrite", "--seed", 5, "--iterations", 2)
+    assert len(rows(tmp_path)) == 2
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert not torch.equal(weights(tmp_path), before)
+
+
+def test_a_run_can_be_lengthened_and_keeps_its_other_options(tmp_path):
+    train(tmp_path)
+    assert "--learning-rate cannot be given with --resume" in error_of(
+        resume(tmp_path, "--learning-rate", 0.1, code=2)
+    )
+    resume(tmp_path, "--iterations", 4)
+    assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def cut_in_half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    train(tmp_path, "--save-every", 1)
+    first, last = sorted((tmp_path / "checkpoints").iterdir())
+    largest = max(last.rglob("*.memmap"), key=lambda path: path.stat().st_size)
+    cut_in_half(largest)
+    output = resume(tmp_path)
+    assert f"{last} is damaged; the one before it is taken" in output.replace("\n", " ")
+    assert len(rows(tmp_path)) == 3
+    for checkpoint in (tmp_path / "checkpoints").iterdir():
+        cut_in_half(next(checkpoint.rglob("*.memmap")))
+    assert "no checkpoint in" in error_of(resume(tmp_path, code=2))
+    assert first.exists()
+
+
+@pytest.mark.parametrize("left", ["", "iteration,reward_mean\n1,0.", None])
+def test_metrics_come_from_the_checkpoint(tmp_path, left):
+    train(tmp_path, "--save-every", 1)
+    whole = (tmp_path / "metrics.csv").read_text()
+    if left is None:
+        (tmp_path / "metrics.csv").unlink()
+    else:
+        (tmp_path / "metrics.csv").write_text(left)
+    resume(tmp_path)
+    assert (tmp_path / "metrics.csv").read_text() == whole
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"model": null}', '{"loss": "chess"}', "nonsense"])
+def test_settings_that_are_none_are_refused(tmp_path, content):
+    (tmp_path / "settings.json").write_text(content)
+    assert "settings.json: damaged, or of another version" in error_of(resume(tmp_path, code=2))
+
+
+@pytest.mark.parametrize("name", ["curves.png", "summary.txt"])
+def test_what_cannot_be_written_at_the_end_costs_nothing_else(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(run, "prepare_output", lambda settings, overwrite: None)
+    (tmp_path / name).mkdir()
+    output = train(tmp_path)
+    assert f"{name} could not be written" in output
+    assert "3 iterations in" in output
+    assert len(rows(tmp_path)) == 3
+
+
+def test_an_error_in_training_is_one_line_and_leaves_a_checkpoint(tmp_path, monkeypatch):
+    collect = run.RolloutCollector.collect
+    calls = []
+
+    def fail(collector):
+        calls.append(collector)
+        if len(calls) == 3:
+            raise MemoryError("first line\nsecond line")
+        return collect(collector)
+
+    monkeypatch.setattr(run.RolloutCollector, "collect", fail)
+    error = error_of(train(tmp_path, code=2))
+    assert "MemoryError: first line (more in" in error
+    assert f"stopped after iteration 2; go on with --resume {tmp_path}" in error
+    assert "Traceback" in (tmp_path / "error.txt").read_text()
+    resume(tmp_path)
+    assert len(rows(tmp_path)) == 3
+
+
 def test_resuming_a_finished_run_trains_no_further(tmp_path):
     train(tmp_path)
     before = weights(tmp_path)
-    assert "3 iterations in" in train(tmp_path / "nowhere", "--resume", tmp_path)
+    assert "3 iterations in" in resume(tmp_path)
     assert len(rows(tmp_path)) == 3
     assert torch.equal(weights(tmp_path), before)
 
@@ -203,7 +316,23 @@ def test_data_from_a_file(tmp_path):
         ("--candidates 8", "does nothing without --keep-return-bounds"),
         ("--keep-return-bounds 1 0", "LOW must be below HIGH"),
         ("--device cuda:99", "--device cuda:99"),
-        ("--clip-low 2", "clip_epsilon"),
+        ("--clip-low 2", "--clip-low 2.0: must be at least 0 and below 1"),
+        ("--clip-low nan", "--clip-low nan: must be"),
+        ("--clip-high inf", "--clip-high inf: must be a finite number"),
+        ("--clip-norm -1", "--clip-norm -1.0: must be above 0"),
+        ("--clip-norm nan", "--clip-norm nan: must be above 0"),
+        ("--kl-to-ref nan", "--kl-to-ref nan: must be a finite number of at least 0"),
+        ("--kl-to-inference 1e308", "--kl-to-inference 1e.308: must be"),
+        ("--kl-mask-threshold 0", "--kl-mask-threshold 0.0: must be above 0"),
+        ("--entropy-coeff -inf", "--entropy-coeff -inf: must be a finite number"),
+        ("--importance-cap nan", "--importance-cap nan: must be"),
+        ("--learning-rate -1", "--learning-rate -1.0: must be above 0 and at most 1"),
+        ("--threads 99999", "--threads 99999: the machine has"),
+        ("--device meta", "--device meta"),
+        ("--data none.jsonl --task sort", "--task and --data: only one"),
+        ("--reward exact", "--reward is for --data"),
+        ("--output /dev/null", "--output /dev/null: .*exist|--output /dev/null: .*director"),
+        ("--output /dev/null/run", "--output /dev/null/run: Not a directory"),
         ("--max-new-tokens 200", "the model's context is 128"),
         ("--max-new-tokens 3", "no response of --max-new-tokens 3 can match it"),
         ("--resume nowhere", "--resume nowhere: no run there"),
@@ -357,10 +486,22 @@ def test_a_prompt_of_no_tokens_is_refused(tmp_path):
     assert error.endswith("data.jsonl line 2: the prompt ' ': ValueError: it has no tokens")
 
 
-def test_a_policy_that_has_diverged_is_one_clear_line(tmp_path):
-    error = one_error(train(tmp_path, "--learning-rate", 1e38, "--clip-norm", 1, code=2))
+def test_a_policy_that_has_diverged_is_one_clear_line(tmp_path, monkeypatch):
+    models, draws = [], itertools.count()
+    monkeypatch.setattr(
+        run, "build_model", lambda size: models.append(build_model(size)) or models[0]
+    )
+
+    def poison(rng):
+        if next(draws) == 1 + run.TRIAL_DRAWS + 2:  # the second iteration's first
+            models[0].model.norm.weight.data[3] = math.nan
+        return sort(rng)
+
+    monkeypatch.setattr(sys.modules[__name__], "poison", poison, raising=False)
+    options = ("--task", "test_command_line:poison", "--warm-up-steps", 0)
+    error = one_error(train(tmp_path, *options, code=2))
     assert "the policy's probabilities are not finite" in error
-    assert len(rows(tmp_path)) > 0
+    assert len(rows(tmp_path)) == 1
 
 
 def buffer_after(iterations, output, *options, monkeypatch):

@@ -290,6 +290,11 @@ def test_values_that_are_not_finite_raise(backend, rule, bad):
     [
         ({"k": 4}, "k must be between 1 and the number of candidates 3, got 4"),
         ({"k": 0}, "k must be between 1"),
+        ({"k": 1.5}, "k must be an integer, got 1.5"),
+        ({"budget": -1}, "budget must not be negative, got -1"),
+        ({"budget": 1e6}, "budget must be an integer, got 1000000.0"),
+        ({"enumeration_limit": -1}, "enumeration_limit must not be negative, got -1"),
+        ({"enumeration_limit": 0.5}, "enumeration_limit must be an integer, got 0.5"),
         ({"bounds": (0.5, 0.5)}, "bounds must be an increasing"),
         ({"bounds": (0.9, 0.1)}, "bounds must be an increasing"),
         ({"bounds": (math.nan, 0.1)}, "bounds must be an increasing"),
@@ -306,11 +311,25 @@ def test_arguments_that_make_no_sense_raise(arguments, message):
         group_subsets(torch.tensor([[0.0, 0.5, 1.0]]), **arguments)
 
 
+def test_values_that_are_not_real_numbers_raise():
+    for values in ([1j, 0.0, 1.0], ["a", 0.0, 1.0], torch.tensor([1j, 0.0, 1.0])):
+        with pytest.raises(ValueError, match="values must be real numbers"):
+            group_subset(values, 2, rule="uniform")
+    with pytest.raises(ValueError, match=r"values must be real .* torch\.complex64"):
+        group_subsets(torch.zeros(2, 3, dtype=torch.complex64), 2, rule="uniform")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
+def test_lengths_that_are_not_integers_raise(dtype):
+    with pytest.raises(ValueError, match=f"lengths must be integers, got {dtype}"):
+        group_subsets(torch.zeros(2, 3), 2, lengths=torch.tensor([3, 3]).to(dtype), rule="uniform")
+
+
 def test_shapes_that_do_not_fit_raise():
     with pytest.raises(ValueError, match=r"values must be \[groups, n\]"):
         group_subsets(torch.zeros(3), 2, bounds=(0.1, 0.9))
     with pytest.raises(ValueError, match=r"lengths must be \[2\]"):
-        group_subsets(torch.zeros(2, 3), 2, lengths=torch.ones(3), bounds=(0.1, 0.9))
+        group_subsets(torch.zeros(2, 3), 2, lengths=torch.ones(3, dtype=int), bounds=(0.1, 0.9))
     with pytest.raises(ValueError, match="lengths must be at most n = 3, got 4"):
         group_subsets(torch.zeros(2, 3), 2, lengths=torch.tensor([3, 4]), bounds=(0.1, 0.9))
 
