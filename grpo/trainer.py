@@ -627,6 +627,11 @@ class GRPOTrainer(Trainer):
         """A checkpoint for a run that ends by an error."""
         if self._saved_at == self.collected_frames:
             return
+        if isinstance(self.loss_module, nn.Module) and not all(
+            bool(p.isfinite().all()) for p in self.loss_module.parameters()
+        ):
+            torchrl_logger.warning("Parameters are not finite: no checkpoint is saved of them.")
+            return
         try:
             self.save_trainer(force_save=True)
         except Exception as error:  # the first error is the one to show

@@ -7,6 +7,8 @@ from torch import nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 from torchrl.modules.llm import TransformersWrapper
 
+from .rollout import positions
+
 
 class PaddedPolicy(TransformersWrapper):
     """A wrapper for batches of which every entry is one padded tensor.
@@ -21,7 +23,10 @@ class PaddedPolicy(TransformersWrapper):
         """The distribution of each token, masked to the response."""
         attention = tensordict["masks", "all_attention_mask"]
         output = self.model(
-            tensordict["tokens", "full"], attention_mask=attention.long(), use_cache=False
+            tensordict["tokens", "full"],
+            attention_mask=attention.long(),
+            position_ids=positions(attention),
+            use_cache=False,
         )
         # The logits for a token stand at the one before it.
         logits = nn.functional.pad(output["logits"][:, :-1], (0, 0, 1, 0))

@@ -111,7 +111,9 @@ def positions(mask: Tensor) -> Tensor:
 def score(model: nn.Module, tokens: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, T] fp32 log-probs of `tokens` given those before them; 0 for the first."""
     with torch.amp.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32):
-        logits = model(tokens, attention_mask=mask, use_cache=False).logits
+        logits = model(
+            tokens, attention_mask=mask, position_ids=positions(mask), use_cache=False
+        ).logits
     log_probs = [
         -nn.functional.cross_entropy(row[:-1].float(), target[1:], reduction="none")
         for row, target in zip(logits, tokens, strict=True)  # row by row: fp32 logits are large

@@ -89,7 +89,7 @@ def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
             settings.output, settings.iterations, also=make_logger(settings, rank), quiet=rank > 0
         )
         with report.messages():
-            model.train()
+            model.eval()  # without dropout: the policy that is trained is the one that samples
             if not resume:
                 report.start()
                 with timeit("warm-up"):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .collector import draw_prompts
 from .errors import InputError
-from .rollout import pad_left
+from .rollout import pad_left, positions
 from .tasks import Task
 
 IGNORED = -100
@@ -52,7 +52,9 @@ def warm_up(
             targets.append([IGNORED] * len(prompt) + answer)
         tokens, mask = pad_left(texts, tokenizer.pad_token_id, device)
         labels, _ = pad_left(targets, IGNORED, device)
-        logits = model(tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
+        logits = model(
+            tokens, attention_mask=mask, position_ids=positions(mask), use_cache=False
+        ).logits[:, :-1]
         loss = nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
         )

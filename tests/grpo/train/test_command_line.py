@@ -298,6 +298,25 @@ def test_a_model_from_a_directory(tmp_path):
     train(tmp_path / "run", "--model", tmp_path / "model")
 
 
+def varying_length(rng):
+    return sort(rng) if rng.random() < 0.5 else sort(rng)._replace(prompt="sort 1")
+
+
+def test_a_model_with_absolute_positions_is_scored_as_it_was_sampled(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    task = ("--task", "test_command_line:varying_length", "--warm-up-steps", 2)
+    for more in ((), ("--fused-lm-head",), ("--importance-cap", 2)):
+        output = tmp_path / "-".join(("run", *map(str, more)))
+        train(output, "--model", tmp_path / "model", *task, "--prompts", 4, *more)
+        for row in rows(output):
+            assert row["rollout_difference_max"] < 1e-5
+
+
 def test_data_from_a_file(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "add 1 + 1", "answer": 2}\n{"prompt": "sort 21", "answer": "12"}\n')
