@@ -212,6 +212,7 @@ class BufferFeed:
     def start_epoch(self) -> int:
         """Begin a pass over the buffer; the most micro-batches that it has."""
         if not self.endless:
+            _end_pass_in_actor(self.buffer)
             self._pass = iter(self.buffer)
         return math.ceil(len(self.buffer) / self.buffer.batch_size)
 
@@ -823,6 +824,14 @@ def _set_batch_size(buffer: ReplayBuffer, batch_size: int) -> None:
         buffer._batch_size = batch_size
 
 
+def _end_pass_in_actor(buffer: ReplayBuffer) -> None:
+    """A RayReplayBuffer's iterators share one in its actor, which would end the next pass early."""
+    if isinstance(buffer, RayReplayBuffer):
+        import ray
+
+        ray.get(buffer._rb._setattr.remote("_iterator", None))
+
+
 def _mend_ray_collector(collector: RayLLMCollector) -> None:
     """Methods that it inherits and that cannot work, or do harm, on this side of the actor."""
     import ray
@@ -834,10 +843,11 @@ def _mend_ray_collector(collector: RayLLMCollector) -> None:
         if ray.is_initialized():
             ray.get(actor.shutdown.remote())
 
-    collector.shutdown = shutdown
-    # Only the actor has the environment that the inherited ones look for.
-    collector.state_dict = dict
-    collector.load_state_dict = lambda state: None
+    # Only the actor has the environment that the inherited ones of the state look for.
+    mended = {"shutdown": shutdown, "state_dict": dict, "load_state_dict": lambda state: None}
+    for name, method in mended.items():
+        if getattr(type(collector), name) is getattr(RayLLMCollector, name):  # not a subclass's own
+            setattr(collector, name, method)
 
 
 def _restore_backup(path: Path) -> None:
