@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl._utils import timeit
+from torchrl.data import ReplayBuffer
 from torchrl.envs.transforms import Transform
 from transformers import PreTrainedTokenizerBase
 
@@ -32,13 +33,21 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return tokens if isinstance(tokens, list) else tokens["input_ids"]
 
 
+def in_one_line(error: Exception) -> str:
+    """Its type and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def draw_prompts(
     task: Task, rng: random.Random, tokenizer: PreTrainedTokenizerBase, count: int, longest: int
 ) -> tuple[list[Problem], list[list[int]], int]:
     """`count` problems, their prompts' tokens, and how many were left out as too long."""
     problems, prompts, too_long = [], [], 0
     while len(prompts) < count:
-        problem = task(rng)
+        try:
+            problem = task(rng)
+        except Exception as error:
+            raise InputError(f"the task failed: {in_one_line(error)}") from error
         prompt = encode_prompt(tokenizer, problem.prompt)
         if len(prompt) <= longest:
             problems.append(problem)
@@ -66,7 +75,7 @@ def rewards_of(
         except Exception as error:
             raise InputError(
                 f"the reward of {problem.source} failed on the response {text!r}: "
-                f"{type(error).__name__}: {error}"
+                f"{in_one_line(error)}"
             ) from error
     return rewards
 
@@ -101,6 +110,43 @@ def response_mask(batch: TensorDictBase) -> Tensor:
     mask = batch["masks", "all_attention_mask"].clone()
     mask[:, : batch["tokens", "prompt"].shape[1]] = False
     return mask
+
+
+def metrics_of(
+    rewards: Tensor, responses: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, float]:
+    """What a batch says of the policy."""
+    return {
+        "solved": float((rewards >= 1).float().mean()),
+        "nonfinite_rewards": int((~rewards.isfinite()).sum()),
+        "empty_responses": sum(
+            all(token == tokenizer.eos_token_id for token in row) for row in responses
+        ),
+    }
+
+
+def put_on_trainers_terms(
+    batch: TensorDictBase, policy: nn.Module, importance_cap: float, dtype: torch.dtype
+) -> None:
+    """The trainer's log-probs as the old ones; how likelier each token was to the trainer."""
+    device = next(policy.parameters()).device
+    ours = score(
+        policy,
+        batch["tokens", "full"].to(device),
+        batch["masks", "all_attention_mask"].to(device).long(),
+        dtype,
+    ).cpu()
+    response = response_mask(batch)
+    log_ratio = torch.where(response, ours - batch["log_probs", "full"], 0.0)
+    batch["importance"] = log_ratio.exp().clamp_max(importance_cap)
+    batch["rollout_log_probs"] = batch["log_probs", "full"]
+    batch["log_probs", "full"] = torch.where(response, ours, 0.0)
+
+
+def restore_draws(rng: random.Random, state: list) -> None:
+    """What `rng.getstate()` returned, and a checkpoint has kept as lists."""
+    version, words, gauss = state
+    rng.setstate((version, tuple(words), gauss))
 
 
 class RolloutCollector:
@@ -153,15 +199,8 @@ class RolloutCollector:
             responses = self.rollout(prompts, self.samples)
         with timeit("reward"):
             rewards = torch.tensor(rewards_of(problems, responses.tokens, self.tokenizer))
-        self.metrics = {
-            "solved": float((rewards >= 1).float().mean()),
-            "nonfinite_rewards": int((~rewards.isfinite()).sum()),
-            "empty_responses": sum(
-                all(token == self.tokenizer.eos_token_id for token in row)
-                for row in responses.tokens
-            ),
-            "prompts_too_long": too_long,
-        }
+        self.metrics = metrics_of(rewards, responses.tokens, self.tokenizer)
+        self.metrics["prompts_too_long"] = too_long
         pad_id = self.tokenizer.pad_token_id
         tokens, mask = pad_left(prompts, pad_id, width=self.prompt_length)
         batch = padded_batch(
@@ -178,23 +217,8 @@ class RolloutCollector:
         batch["next", "done"] = torch.ones(len(rewards), 1, dtype=torch.bool)
         if self.importance_cap is not None:
             with timeit("rescore"):
-                self._put_on_trainers_terms(batch)
+                put_on_trainers_terms(batch, self.policy, self.importance_cap, self.dtype)
         return batch
-
-    def _put_on_trainers_terms(self, batch: TensorDict) -> None:
-        """The trainer's log-probs as the old ones; how likelier each token was to the trainer."""
-        device = next(self.policy.parameters()).device
-        ours = score(
-            self.policy,
-            batch["tokens", "full"].to(device),
-            batch["masks", "all_attention_mask"].to(device).long(),
-            self.dtype,
-        ).cpu()
-        response = response_mask(batch)
-        log_ratio = torch.where(response, ours - batch["log_probs", "full"], 0.0)
-        batch["importance"] = log_ratio.exp().clamp_max(self.importance_cap)
-        batch["rollout_log_probs"] = batch["log_probs", "full"]
-        batch["log_probs", "full"] = torch.where(response, ours, 0.0)
 
     # What Trainer asks of a collector
 
@@ -209,8 +233,7 @@ class RolloutCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        version, words, gauss = state["rng"]
-        self.rng.setstate((version, tuple(words), gauss))
+        restore_draws(self.rng, state["rng"])
         self.groups = state["groups"]
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
@@ -244,6 +267,17 @@ class TrimAndWeigh(Transform):
         if "importance" in batch:
             batch["advantage"] = batch["advantage"] * batch.pop("importance").unsqueeze(-1)
         return batch
+
+
+class GroupBuffer(ReplayBuffer):
+    """The groups of an iteration. The first of its transforms is an MCAdvantage."""
+
+    def end_iteration(self) -> dict[str, float]:
+        """The iteration's metrics; the next one starts."""
+        advantages = self.transform[0]
+        metrics = {"dropped_groups": advantages.dropped_groups}
+        advantages.reset_stats()
+        return metrics
 
 
 class TrainerScores:
