@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer
+from torchrl.data import RayReplayBuffer, ReplayBuffer
 from torchrl.data.utils import DEVICE_TYPING
 
 
@@ -44,6 +44,7 @@ class BufferFeed:
     def start_epoch(self) -> int:
         """Begin a pass over the buffer; the most micro-batches that it has."""
         if not self.endless:
+            _end_pass_in_actor(self.buffer)
             self._pass = iter(self.buffer)
         return math.ceil(len(self.buffer) / self.buffer.batch_size)
 
@@ -87,3 +88,21 @@ class BufferCheckpoint:
         detach = getattr(self.buffer, "_torchrl_checkpoint_detach_from_load_path", None)
         if detach is not None:
             detach()
+
+
+def set_batch_size(buffer: ReplayBuffer, batch_size: int) -> None:
+    """Also of a buffer in an actor."""
+    if isinstance(buffer, RayReplayBuffer):
+        import ray
+
+        ray.get(buffer._rb._setattr.remote("_batch_size", batch_size))
+    else:
+        buffer._batch_size = batch_size
+
+
+def _end_pass_in_actor(buffer: ReplayBuffer) -> None:
+    """A RayReplayBuffer's iterators share one in its actor, which would end the next pass early."""
+    if isinstance(buffer, RayReplayBuffer):
+        import ray
+
+        ray.get(buffer._rb._setattr.remote("_iterator", None))

@@ -27,7 +27,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm import RayLLMCollector
-from torchrl.data import RayReplayBuffer, ReplayBuffer
+from torchrl.data import ReplayBuffer
 from torchrl.data.utils import DEVICE_TYPING
 from torchrl.objectives.common import LossModule
 from torchrl.record.loggers import Logger
@@ -38,7 +38,7 @@ from torchrl.trainers.trainers import (
     UpdateWeights,
 )
 
-from .buffer_feed import BufferCheckpoint, BufferFeed
+from .buffer_feed import BufferCheckpoint, BufferFeed, set_batch_size
 from .losses import GRPOLoss
 from .normalisation import StepScales, count_tokens, metric_weight, step_scales
 from .window_stepper import WeightedMeans, WindowStepper
@@ -273,7 +273,7 @@ class GRPOTrainer(Trainer):
 
     def _wire_replay_buffer(self, device: DEVICE_TYPING | None) -> None:
         if self.batch_size is not None:
-            _set_batch_size(self.replay_buffer, self.batch_size)
+            set_batch_size(self.replay_buffer, self.batch_size)
         if self.replay_buffer.batch_size is None:
             raise ValueError(
                 "replay_buffer has no batch size; construct it with batch_size=, or pass "
@@ -654,15 +654,6 @@ def _check_counts(**counts: int | None) -> None:
             raise ValueError(f"{name} must be a whole number above 0, got {count!r}")
 
 
-def _set_batch_size(buffer: ReplayBuffer, batch_size: int) -> None:
-    if isinstance(buffer, RayReplayBuffer):
-        import ray
-
-        ray.get(buffer._rb._setattr.remote("_batch_size", batch_size))
-    else:
-        buffer._batch_size = batch_size
-
-
 def _mend_ray_collector(collector: RayLLMCollector) -> None:
     """Methods that it inherits and that cannot work, or do harm, on this side of the actor."""
     import ray
@@ -674,10 +665,11 @@ def _mend_ray_collector(collector: RayLLMCollector) -> None:
         if ray.is_initialized():
             ray.get(actor.shutdown.remote())
 
-    collector.shutdown = shutdown
-    # Only the actor has the environment that the inherited ones look for.
-    collector.state_dict = dict
-    collector.load_state_dict = lambda state: None
+    # Only the actor has the environment that the inherited ones of the state look for.
+    mended = {"shutdown": shutdown, "state_dict": dict, "load_state_dict": lambda state: None}
+    for name, method in mended.items():
+        if getattr(type(collector), name) is getattr(RayLLMCollector, name):  # not a subclass's own
+            setattr(collector, name, method)
 
 
 def _restore_backup(path: Path) -> None:

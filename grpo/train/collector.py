@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl._utils import timeit
-from torchrl.data import LazyTensorStorage
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs.transforms import Transform
 from transformers import PreTrainedTokenizerBase
 
@@ -112,6 +112,43 @@ def response_mask(batch: TensorDictBase) -> Tensor:
     return mask
 
 
+def metrics_of(
+    rewards: Tensor, responses: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, float]:
+    """What a batch says of the policy."""
+    return {
+        "solved": float((rewards >= 1).float().mean()),
+        "nonfinite_rewards": int((~rewards.isfinite()).sum()),
+        "empty_responses": sum(
+            all(token == tokenizer.eos_token_id for token in row) for row in responses
+        ),
+    }
+
+
+def put_on_trainers_terms(
+    batch: TensorDictBase, policy: nn.Module, importance_cap: float, dtype: torch.dtype
+) -> None:
+    """The trainer's log-probs as the old ones; how likelier each token was to the trainer."""
+    device = next(policy.parameters()).device
+    ours = score(
+        policy,
+        batch["tokens", "full"].to(device),
+        batch["masks", "all_attention_mask"].to(device).long(),
+        dtype,
+    ).cpu()
+    response = response_mask(batch)
+    log_ratio = torch.where(response, ours - batch["log_probs", "full"], 0.0)
+    batch["importance"] = log_ratio.exp().clamp_max(importance_cap)
+    batch["rollout_log_probs"] = batch["log_probs", "full"]
+    batch["log_probs", "full"] = torch.where(response, ours, 0.0)
+
+
+def restore_draws(rng: random.Random, state: list) -> None:
+    """What `rng.getstate()` returned, and a checkpoint has kept as lists."""
+    version, words, gauss = state
+    rng.setstate((version, tuple(words), gauss))
+
+
 class RolloutCollector:
     """Yields one batch of `prompts` x `samples` responses after another.
 
@@ -151,7 +188,13 @@ class RolloutCollector:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
-            yield self.collect()
+            before = self.state_dict()
+            try:
+                batch = self.collect()
+            except Exception:
+                self.load_state_dict(before)  # a resumed run draws the same problems
+                raise
+            yield batch
 
     def collect(self) -> TensorDictBase:
         """One batch: [prompts * samples]."""
@@ -162,15 +205,8 @@ class RolloutCollector:
             responses = self.rollout(prompts, self.samples)
         with timeit("reward"):
             rewards = torch.tensor(rewards_of(problems, responses.tokens, self.tokenizer))
-        self.metrics = {
-            "solved": float((rewards >= 1).float().mean()),
-            "nonfinite_rewards": int((~rewards.isfinite()).sum()),
-            "empty_responses": sum(
-                all(token == self.tokenizer.eos_token_id for token in row)
-                for row in responses.tokens
-            ),
-            "prompts_too_long": too_long,
-        }
+        self.metrics = metrics_of(rewards, responses.tokens, self.tokenizer)
+        self.metrics["prompts_too_long"] = too_long
         pad_id = self.tokenizer.pad_token_id
         tokens, mask = pad_left(prompts, pad_id)
         batch = padded_batch(
@@ -187,23 +223,8 @@ class RolloutCollector:
         batch["next", "done"] = torch.ones(len(rewards), 1, dtype=torch.bool)
         if self.importance_cap is not None:
             with timeit("rescore"):
-                self._put_on_trainers_terms(batch)
+                put_on_trainers_terms(batch, self.policy, self.importance_cap, self.dtype)
         return batch
-
-    def _put_on_trainers_terms(self, batch: TensorDict) -> None:
-        """The trainer's log-probs as the old ones; how likelier each token was to the trainer."""
-        device = next(self.policy.parameters()).device
-        ours = score(
-            self.policy,
-            batch["tokens", "full"].to(device),
-            batch["masks", "all_attention_mask"].to(device).long(),
-            self.dtype,
-        ).cpu()
-        response = response_mask(batch)
-        log_ratio = torch.where(response, ours - batch["log_probs", "full"], 0.0)
-        batch["importance"] = log_ratio.exp().clamp_max(self.importance_cap)
-        batch["rollout_log_probs"] = batch["log_probs", "full"]
-        batch["log_probs", "full"] = torch.where(response, ours, 0.0)
 
     # What Trainer asks of a collector
 
@@ -218,8 +239,7 @@ class RolloutCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        version, words, gauss = state["rng"]
-        self.rng.setstate((version, tuple(words), gauss))
+        restore_draws(self.rng, state["rng"])
         self.groups = state["groups"]
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
@@ -266,6 +286,17 @@ class TrimAndWeigh(Transform):
         if "importance" in batch:
             batch["advantage"] = batch["advantage"] * batch.pop("importance").unsqueeze(-1)
         return batch
+
+
+class GroupBuffer(ReplayBuffer):
+    """The groups of an iteration. The first of its transforms is an MCAdvantage."""
+
+    def end_iteration(self) -> dict[str, float]:
+        """The iteration's metrics; the next one starts."""
+        advantages = self.transform[0]
+        metrics = {"dropped_groups": advantages.dropped_groups}
+        advantages.reset_stats()
+        return metrics
 
 
 class TrainerScores:

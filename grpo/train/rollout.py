@@ -93,10 +93,10 @@ class TransformersRollout:
 
 
 def pad_left(
-    rows: list[list[int]], pad_id: int, device: torch.device | None = None, width: int = 0
+    rows: list[list[int]], pad_id: int, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
     """[B, T] tokens and their attention mask."""
-    width = max(width, *map(len, rows))
+    width = max(map(len, rows))
     tokens = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return tokens, mask

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import timeit
 from torchrl.checkpoint import CheckpointError, CheckpointRotation
-from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 from torchrl.record.loggers import Logger
 from torchrl.trainers.trainers import LRSchedulerHook
@@ -37,6 +37,7 @@ from . import tasks
 from .collector import (
     GROUP,
     BatchStorage,
+    GroupBuffer,
     RolloutCollector,
     TrainerScores,
     TrimAndWeigh,
@@ -447,6 +448,11 @@ def make_advantages(settings: Settings) -> MCAdvantage:
     )
 
 
+def make_transforms(settings: Settings) -> Compose:
+    """Of the replay buffer: groups go in and get their advantages, micro-batches come out."""
+    return Compose(make_advantages(settings), TrimAndWeigh())
+
+
 def build_trainer(
     settings: Settings,
     tokenizer: PreTrainedTokenizerBase,
@@ -463,29 +469,35 @@ def build_trainer(
     """The trainer with its collector, buffer, report and checkpoints."""
     prompts, samples = settings.prompts // world, settings.candidates or settings.group_size
     dtype = getattr(torch, settings.dtype.value)
-    with timeit("engine start"):
-        start_rollout = start_ray_rollout if settings.ray else make_rollout
-        rollout, sender = start_rollout(settings, tokenizer, model, seed)
-    collector = RolloutCollector(
-        task=task,
-        tokenizer=tokenizer,
-        rollout=rollout,
-        policy=model,
-        prompts=prompts,
-        samples=samples,
-        prompt_length=prompt_length,
-        max_new_tokens=settings.max_new_tokens,
-        importance_cap=settings.importance_cap,
-        dtype=dtype,
-        seed=seed,
-    )
-    advantages = make_advantages(settings)
-    buffer = ReplayBuffer(
-        storage=BatchStorage(prompts * samples),
-        sampler=SamplerWithoutReplacement(),
-        batch_size=settings.mini_batch,
-        transform=Compose(advantages, TrimAndWeigh()),
-    )
+    sizes = {
+        "prompts": prompts,
+        "samples": samples,
+        "prompt_length": prompt_length,
+        "max_new_tokens": settings.max_new_tokens,
+    }
+    if settings.ray:
+        with timeit("engine start"):
+            collector, buffer = start_ray(settings, tokenizer, model, task, sizes, seed)
+        sender = collector
+    else:
+        with timeit("engine start"):
+            rollout, sender = make_rollout(settings, tokenizer, model, seed)
+        collector = RolloutCollector(
+            task=task,
+            tokenizer=tokenizer,
+            rollout=rollout,
+            policy=model,
+            importance_cap=settings.importance_cap,
+            dtype=dtype,
+            seed=seed,
+            **sizes,
+        )
+        buffer = GroupBuffer(
+            storage=BatchStorage(prompts * samples),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=settings.mini_batch,
+            transform=make_transforms(settings),
+        )
     if world > 1:
         loss = DistributedDataParallel(loss)
     directory = settings.output if rank == 0 else settings.output / f"rank{rank}"
@@ -518,13 +530,8 @@ def build_trainer(
     scores = TrainerScores(model, reference, dtype)
     trainer.register_op("process_optim_batch", scores)
 
-    if settings.ray:
-        trainer.register_module("rollout", rollout)  # the actor's random numbers
-
     def end_iteration() -> None:
-        dropped = {"dropped_groups": advantages.dropped_groups}
-        advantages.reset_stats()
-        metrics = collector.metrics | dropped | scores.end_iteration(settings.epochs)
+        metrics = collector.metrics | buffer.end_iteration() | scores.end_iteration(settings.epochs)
         report.end_iteration(over_ranks(metrics, trainer.process_group))
         if len(report.rows) == settings.iterations:
             trainer.request_stop("all iterations are done")
@@ -588,17 +595,34 @@ def make_rollout(
     return rollout, None
 
 
-def start_ray_rollout(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, seed: int
-) -> tuple[Rollout, Any]:
-    """`make_rollout`, in an actor."""
+def start_ray(
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    task: tasks.Task,
+    sizes: dict[str, int],
+    seed: int,
+) -> tuple[Any, Any]:
+    """The collector and the replay buffer, in actors."""
     try:
-        from .ray_rollout import RayRollout
+        from .ray_rollout import ProblemEnv, start_actors
     except ImportError as error:
         raise InputError(f"--ray: {error}; pip install ray") from None
-    make = partial(make_rollout, settings, tokenizer, seed=seed)
-    rollout = RayRollout(model, make, seed=seed, threads=settings.threads)
-    return rollout, rollout
+    return start_actors(
+        model=model,
+        make_rollout=partial(make_rollout, settings, tokenizer, seed=seed),
+        make_env=partial(ProblemEnv, task, tokenizer, **sizes),
+        make_transforms=partial(make_transforms, settings),
+        rows=sizes["prompts"] * sizes["samples"],
+        mini_batch=settings.mini_batch,
+        seed=seed,
+        threads=settings.threads,
+        samples=sizes["samples"],
+        max_new_tokens=settings.max_new_tokens,
+        pad_id=tokenizer.pad_token_id,
+        importance_cap=settings.importance_cap,
+        dtype=getattr(torch, settings.dtype.value),
+    )
 
 
 def make_logger(settings: Settings, rank: int) -> Logger | None:

@@ -77,7 +77,7 @@ def test_trains_on_what_the_actor_writes_and_shuts_it_down():
     buffer = RayReplayBuffer(
         storage=partial(LazyTensorStorage, 4),
         sampler=SamplerWithoutReplacement,
-        batch_size=2,
+        batch_size=4,
         remote_config={"num_cpus": 0},
     )
     collector = RayLLMCollector(
@@ -96,7 +96,8 @@ def test_trains_on_what_the_actor_writes_and_shuts_it_down():
         loss_module=loss,
         optimizer=torch.optim.SGD(loss.parameters(), lr=0.1),
         replay_buffer=buffer,
-        batch_size=4,
+        batch_size=2,
+        num_epochs=2,
         empty_replay_buffer_on_weight_update=True,
         progress_bar=False,
         log_interval=0,
@@ -106,5 +107,6 @@ def test_trains_on_what_the_actor_writes_and_shuts_it_down():
     trainer.train()
     assert trainer.collected_frames == 12
     assert len(log.values["loss_objective"]) == 3
+    assert log.values["optim_steps"][-1] == 3 * 2 * 2  # two micro-batches in each of two epochs
     assert not torch.equal(loss.actor_network.logits, before)
     trainer.shutdown()  # once more does nothing

@@ -244,17 +244,22 @@ def test_an_error_in_training_is_one_line_and_leaves_a_checkpoint(tmp_path, monk
 
     def fail(collector):
         calls.append(collector)
+        batch = collect(collector)
         if len(calls) == 3:
             raise MemoryError("first line\nsecond line")
-        return collect(collector)
+        return batch
 
+    train(tmp_path / "whole")
+    whole = rows(tmp_path / "whole")
     monkeypatch.setattr(run.RolloutCollector, "collect", fail)
+    tmp_path = tmp_path / "cut"
     error = error_of(train(tmp_path, code=2))
     assert "MemoryError: first line (more in" in error
     assert f"stopped after iteration 2; go on with --resume {tmp_path}" in error
     assert "Traceback" in (tmp_path / "error.txt").read_text()
     resume(tmp_path)
-    assert len(rows(tmp_path)) == 3
+    for name in ("reward_mean", "loss_objective", "grad_norm"):
+        assert [row[name] for row in rows(tmp_path)] == [row[name] for row in whole]
 
 
 def test_resuming_a_finished_run_trains_no_further(tmp_path):

@@ -30,13 +30,39 @@ OPTIONS = [
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
 
-def start(*arguments):
+TASKS = """
+import sys
+from grpo.train.tasks import sort
+
+IN_AN_ACTOR = "default_worker" in sys.argv[0]
+
+def broken_reward(rng):
+    return sort(rng)._replace(reward=lambda text: 1 / 0)
+
+def broken_task(rng):
+    if IN_AN_ACTOR:
+        raise RuntimeError("no more problems\\nat all")
+    return sort(rng)
+
+def mixed(rng):
+    reward = lambda text: float(len(text) % 2) if len(text) % 3 else float("nan")
+    problem = sort(rng)._replace(reward=reward)
+    return problem._replace(prompt="sort " * 500) if rng.random() < 0.3 else problem
+"""
+
+
+def start(*arguments, path=""):
+    """`path`: where a task's module is."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")]),
+        },
     )
 
 
@@ -113,50 +139,91 @@ def test_a_dead_rank_ends_the_run_with_one_line_and_it_resumes(tmp_path):
     assert len(rows(tmp_path)) == 12
 
 
-def test_ray_samples_in_an_actor_and_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+def test_with_ray_the_metrics_are_those_without_and_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path,
+):
     pytest.importorskip("ray")
-    options = [*OPTIONS, "--ray", "--importance-cap", 2, "--iterations", 3]
-    finish(start("-m", "grpo.train", *options, "--output", tmp_path / "whole"))
-    whole = rows(tmp_path / "whole")
+    (tmp_path / "tasks_of_test.py").write_text(TASKS)
+    options = [*OPTIONS, "--iterations", 3, "--mini-batch", 2, "--epochs", 2]
+    options += ["--importance-cap", 2, "--task", "tasks_of_test:mixed"]
+    options += ["--candidates", 3, "--keep-return-bounds", -0.1, 0.6]
+    finish(start("-m", "grpo.train", *options, "--output", tmp_path / "none", path=tmp_path))
+    options += ["--ray"]
+    finish(start("-m", "grpo.train", *options, "--output", tmp_path / "whole", path=tmp_path))
+    whole, none = rows(tmp_path / "whole"), rows(tmp_path / "none")
     assert len(whole) == 3
-    for row in whole:
+    for row, row_of_none in zip(whole, none, strict=True):
+        assert {name for name in row if row[name]} == {
+            name for name in row_of_none if row_of_none[name]
+        }
+        # The same problems are drawn.
+        assert row["prompts_too_long"] == row_of_none["prompts_too_long"]
         # The actor's weights are the trainer's: its log-probs agree after every iteration.
         assert float(row["rollout_difference"]) < 1e-5
-        assert row["solved"] != ""
-        assert row["nonfinite_rewards"] == "0"
+    for name in ("prompts_too_long", "nonfinite_rewards", "solved", "dropped_groups"):
+        assert sum(float(row[name]) for row in whole) > 0, name
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(max((tmp_path / "again/checkpoints").iterdir()))  # of the last iteration
-    finish(start("-m", "grpo.train", "--resume", tmp_path / "again"))
+    finish(start("-m", "grpo.train", "--resume", tmp_path / "again", path=tmp_path))
     again = rows(tmp_path / "again")
-    for name in ("reward_mean", "loss_objective", "grad_norm"):
-        assert [row[name] for row in again] == [row[name] for row in whole]
+    for name in whole[0]:
+        if "second" not in name:
+            for row, row_of_whole in zip(again, whole, strict=True):
+                assert float(row[name]) == float(row_of_whole[name]), name
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
-def test_what_fails_in_the_actor_is_one_line_here(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--task broken:broken_reward",
+            "--task broken:broken_reward: the reward failed on .* ZeroDivisionError",
+        ),
+        (
+            "--task broken:broken_task",
+            "--task broken:broken_task: RuntimeError: no more problems at all --",
+        ),
+        ("--task absent:sort_here", "the actor did not start: .* not on this machine"),
+        pytest.param(
+            "--rollout vllm",
+            "--rollout vllm: No module",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("vllm") is not None, reason="vllm is installed"
+            ),
+        ),
+    ],
+)
+def test_what_fails_in_the_actor_is_one_line_here(tmp_path, options, message):
     pytest.importorskip("ray")
-    output = finish(
-        start("-m", "grpo.train", *OPTIONS, "--ray", "--rollout", "vllm", "--output", tmp_path), 2
+    (tmp_path / "broken.py").write_text(TASKS)
+    (tmp_path / "absent.py").write_text(
+        TASKS + "if IN_AN_ACTOR: raise ImportError('not on this machine')\n"
+        "def sort_here(rng): return sort(rng)\n"
     )
-    assert len(re.findall("^error: --rollout vllm: No module", output, re.MULTILINE)) == 1, output
-    assert "Traceback" not in output
+    command = ["-m", "grpo.train", *OPTIONS, "--ray", *options.split()]
+    output = finish(start(*command, "--output", tmp_path / "run", path=tmp_path), 2)
+    warm_up, error = output.splitlines()
+    assert warm_up.startswith("warm-up")
+    assert re.search(f"^error: .*{message}", error), output
 
 
-def test_a_dead_rollout_actor_ends_the_run_with_one_line_and_it_resumes(tmp_path):
+@pytest.mark.parametrize("actor", ["LLMCollector", "ActorBuffer"])
+def test_a_dead_actor_ends_the_run_with_one_line_and_it_resumes(tmp_path, actor):
     pytest.importorskip("ray")
     process = start(
         "-m", "grpo.train", *OPTIONS, "--ray", "--iterations", 300, "--output", tmp_path
     )
     wait_for_rows(tmp_path, 2, process)
-    (actor,) = [
+    (pid,) = [
         pid
         for pid, command in descendants(process.pid).items()
-        if command.startswith("ray::Sampler")
+        if command.startswith(f"ray::{actor}")
     ]
-    os.kill(actor, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     output = finish(process, code=2)
     assert len(error_lines(output)) == 1, output
     assert "Traceback" not in output
+    assert "(raylet)" not in output
     settings = tmp_path / "settings.json"
     done = len(rows(tmp_path))
     settings.write_text(settings.read_text().replace("300", str(done + 2)))

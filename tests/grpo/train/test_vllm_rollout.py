@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from grpo.train.tiny_model import build_model, build_tokenizer
 from grpo.train.vllm_rollout import StaleWeightsError, VLLMRollout
@@ -67,19 +68,31 @@ def test_stale_weights_raise_until_they_are_sent(rollout):
     assert rollout([[1]], 1).tokens
 
 
-def test_weights_sent_to_a_ray_actor_reach_its_engine(rollout):
+def test_the_policy_of_a_ray_actor_has_its_engine_load_the_weights_before_each_batch(rollout):
     pytest.importorskip("ray")
-    from grpo.train.ray_rollout import Sampler
+    from grpo.train.ray_rollout import RolloutPolicy
 
-    sampler = Sampler()
-    sampler.start(rollout.model, "cpu", lambda model: (rollout, rollout), seed=0, threads=1)
-    weights = {name: value + 1 for name, value in rollout.model.state_dict().items()}
-    sampler.load_weights(weights)
-    assert rollout.engine.calls[0][0] == "reload_weights"
-    responses, _ = sampler.sample([[1]], 1)  # which stale weights would forbid
-    assert responses.tokens
-    for name, value in rollout.model.state_dict().items():
-        assert torch.equal(value, weights[name])
+    policy = RolloutPolicy(
+        rollout.model,
+        lambda model: (rollout, rollout),
+        samples=2,
+        max_new_tokens=4,
+        pad_id=0,
+        importance_cap=None,
+        dtype=torch.float32,
+    )
+    prompts = TensorDict(
+        tokens=TensorDict(prompt=torch.ones(4, 3, dtype=torch.int64)),
+        masks=TensorDict(prompt_mask=torch.ones(4, 3, dtype=torch.bool)),
+        batch_size=[4],
+    )
+    for _ in range(2):
+        for parameter in rollout.model.parameters():
+            parameter.data.add_(1)
+        rollout.engine.calls.clear()
+        batch = policy(prompts.clone())
+        assert rollout.engine.calls[0][0] == "reload_weights"
+    assert batch["tokens", "full"][:, 3:5].tolist() == [[7, TOKENIZER.eos_token_id]] * 4
 
 
 @pytest.mark.slow
