@@ -250,6 +250,8 @@ class Report:
             count = values[-1] if name in COUNTED_BY_THE_TRAINER else sum(values)
             if count:
                 lines.append(f"{count:.0f} {what}")
+        if not any("grad_norm" in row for row in self.rows):
+            lines.append("nothing was trained: no iteration had an optimiser step")
         known = sum(self.seconds.values())
         parts = [*self.seconds.items(), ("everything else", self.total_seconds - known)]
         lines += [

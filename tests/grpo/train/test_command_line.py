@@ -322,6 +322,12 @@ def test_a_model_with_absolute_positions_is_scored_as_it_was_sampled(tmp_path):
             assert row["rollout_difference_max"] < 1e-5
 
 
+def test_a_run_that_trained_nothing_says_so(tmp_path):
+    output = train(tmp_path, "--keep-return-bounds", 5, 6, "--candidates", 3)
+    assert "6 groups left out" in output
+    assert "nothing was trained" in output
+
+
 def test_data_from_a_file(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "add 1 + 1", "answer": 2}\n{"prompt": "sort 21", "answer": "12"}\n')
