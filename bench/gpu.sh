@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and timings for a GPU machine with nothing but torch and triton: see bench/gpu.py.
+# Checks and timings for a GPU machine with nothing but torch and triton: see bench/gpu/.
 #
 #   bench/gpu.sh [--interpret] [--only SECTION ...]
 #

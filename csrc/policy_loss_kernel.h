@@ -199,6 +199,19 @@ struct Tail {
   }
 };
 
+// Prompts and padding are whole vectors of masked tokens, half of a usual batch: nothing of them
+// is computed.
+template <typename T>
+GRPO_INLINE bool is_masked(const PolicyLossTokens<T>& tokens, int64_t at) {
+  return tokens.mask && none_of<T>(tokens.mask + at);
+}
+
+template <typename T>
+GRPO_INLINE void store_zeros(std::initializer_list<T*> results, int64_t at) {
+  for (T* result : results)
+    if (result) store(result + at, Vec<T>{});
+}
+
 template <typename T>
 struct ForwardSums {
   Mask<T> valid{}, trained{}, clipped{};  // each lane counts down
@@ -325,8 +338,12 @@ void forward_run(
   ForwardSums<T> sums;
   sums.largest = splat(-std::numeric_limits<T>::infinity());
   const int64_t whole = tokens.count / lanes<T> * lanes<T>;
-  for (int64_t at = 0; at < whole; at += lanes<T>)
-    forward_vector<T, ObjectiveOf>(tokens, at, o, values, sums);
+  for (int64_t at = 0; at < whole; at += lanes<T>) {
+    if (is_masked(tokens, at))
+      store_zeros<T>({values.objective, values.kl_to_ref, values.kl_to_inference, values.entropy}, at);
+    else
+      forward_vector<T, ObjectiveOf>(tokens, at, o, values, sums);
+  }
   if (whole < tokens.count) {
     const Tail<T> tail(tokens, whole);
     T results[4][lanes<T>] = {};
@@ -447,8 +464,12 @@ void backward_run(
   o.torchrl_semantics = torchrl;
   const PolicyLossScales<T> scales = given_scales;
   int64_t at = 0;
-  for (; at + lanes<T> <= tokens.count; at += lanes<T>)
-    backward_vector<T, ObjectiveOf>(tokens, at, o, scales, gradients);
+  for (; at + lanes<T> <= tokens.count; at += lanes<T>) {
+    if (is_masked(tokens, at))
+      store_zeros<T>({gradients.log_probs, gradients.ref_log_probs, gradients.entropy}, at);
+    else
+      backward_vector<T, ObjectiveOf>(tokens, at, o, scales, gradients);
+  }
   if (at == tokens.count) return;
 
   const Tail<T> tail(tokens, at);

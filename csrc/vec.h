@@ -119,6 +119,23 @@ GRPO_INLINE void store_converted(Float16* to, Vec<T> value) {
 #endif
 }
 
+// Whether the next lanes<T> flags are all false.
+template <typename T>
+GRPO_INLINE bool none_of(const bool* from) {
+  if constexpr (lanes<T> % 8 == 0) {
+    uint64_t any = 0, eight;
+    for (int64_t at = 0; at < lanes<T>; at += 8) {
+      __builtin_memcpy(&eight, from + at, 8);
+      any |= eight;
+    }
+    return any == 0;
+  } else {
+    bool any = false;
+    for (int64_t lane = 0; lane < lanes<T>; ++lane) any |= from[lane];
+    return !any;
+  }
+}
+
 // Bytes to lanes. gcc 12 scalarises __builtin_convertvector here, hence the intrinsics.
 template <typename T>
 GRPO_INLINE Mask<T> load_mask(const bool* from) {

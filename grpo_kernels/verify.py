@@ -27,6 +27,7 @@ from torch import Tensor
 
 from . import backends, linear_log_probs, policy_loss, token_log_probs
 from .group_subset import group_subset
+from .policy_loss.options import OBJECTIVES, SEMANTICS
 
 ROUNDINGS = 16
 # exp may give 0 for what is smaller: subnormals on GPUs, and what the C++ exp does not scale to.
@@ -155,6 +156,11 @@ def strided(value: Tensor | None, device: torch.device) -> Tensor | None:
     return view
 
 
+def hold(value: Tensor, low: float, high: float) -> Tensor:
+    """`value` within [low, high], with gradient at the bounds, where releases of torch differ."""
+    return torch.where(value > high, high, torch.where(value < low, low, value))
+
+
 def policy_loss_reference(
     inputs: dict[str, Tensor | None],
     *,
@@ -186,9 +192,9 @@ def policy_loss_reference(
         trained = valid & (log_ratio**2 / 2 <= kl_mask_threshold)
     cap = math.inf if log_ratio_cap is None else log_ratio_cap
     advantage = at(trained, inputs["advantages"])
-    held = at(trained, log_ratio).clamp(-cap, cap)
+    held = hold(at(trained, log_ratio), -cap, cap)
     ratio = held.exp()
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    clipped_ratio = hold(ratio, 1 - clip_low, 1 + clip_high)
     if objective == "grpo":
         value = -torch.minimum(ratio * advantage, clipped_ratio * advantage)
     elif corrected:
@@ -222,7 +228,7 @@ def policy_loss_reference(
     kl_over = valid if corrected else trained
 
     def kl_terms(name: str, target: Tensor, coeff: float | None) -> None:
-        distance = (at(kl_over, target) - at(kl_over, log_prob)).clamp(-cap, cap)
+        distance = hold(at(kl_over, target) - at(kl_over, log_prob), -cap, cap)
         penalty = torch.expm1(distance) - distance
         size = torch.expm1(distance).abs() + distance.abs()
         mean = terms[f"kl_{name}"] = metric(penalty, kl_over)[0], metric(size, kl_over)[0]
@@ -347,7 +353,7 @@ def policy_loss_cases() -> Iterator[Case]:
     def case(name: str, dtype: torch.dtype = torch.float32, **arguments: Any) -> Case:
         return Case("policy_loss", name, dtype, arguments)
 
-    kinds = [(o, s) for o in ("grpo", "cispo") for s in ("torchrl", "corrected")]
+    kinds = [(o, s) for o in OBJECTIVES for s in SEMANTICS]
     aggregations = ("token_mean", "prompt_mean", "none")
     for objective, semantics in kinds:
         chosen = {"objective": objective, "semantics": semantics}

@@ -306,7 +306,7 @@ def fit_prompts(
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
             raise InputError(
                 f"{problem.source}: the model's vocabulary lacks parts of the prompt "
-                f"{quoted(problem.prompt)}"
+                f"{quoted(problem.prompt)}{other_model(settings)}"
             )
         lengths.append(len(tokens))
         check_answer(settings, tokenizer, problem)
@@ -317,6 +317,11 @@ def fit_prompts(
             f"which --max-new-tokens takes {settings.max_new_tokens}"
         )
     return room
+
+
+def other_model(settings: Settings) -> str:
+    """The way out where the built-in model's few words do not do."""
+    return "; --model takes another one" if settings.model is None else ""
 
 
 def prompt_room(settings: Settings, model: PreTrainedModel) -> tuple[int, int]:
@@ -341,6 +346,7 @@ def check_answer(
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
         raise InputError(
             f"{what} has parts that the model's vocabulary lacks: no response can match it"
+            f"{other_model(settings)}"
         )
     if len(tokens) > settings.max_new_tokens:
         raise InputError(

@@ -138,6 +138,7 @@ def _token_objective(
     elif OBJECTIVE == "clipped_ratio":
         result = _clipped_ratio(log_probs, log_ratio, ratio, advantages, capped, log_low, log_high)
     else:
+        tl.static_assert(OBJECTIVE == "cispo")
         result = _cispo(log_probs, log_ratio, ratio, advantages, capped, log_low, log_high)
     return result
 

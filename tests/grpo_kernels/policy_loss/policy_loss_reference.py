@@ -1,6 +1,6 @@
 """The formulas of `policy_loss` once more: naive, fp64, differentiated by autograd.
 
-Written from the issue and TorchRL's source, not from eager.py. Masked tokens are indexed away, so
+Written from the papers and TorchRL's source, not from eager.py. Masked tokens are indexed away, so
 that nothing is ever computed on them.
 """
 
@@ -46,6 +46,11 @@ def make_batch(
         "entropy": randn().abs().to(dtype) if entropy else None,
     }
     return batch
+
+
+def hold(values, low, high):
+    """Within [low, high], with gradient at the bounds, where releases of torch differ."""
+    return torch.where(values > high, high, torch.where(values < low, low, values))
 
 
 def naive_policy_loss(
@@ -112,19 +117,19 @@ def naive_policy_loss(
 
     # objective
     current, advantage = picked(log_probs, trained), picked(advantages, trained)
-    ratio = (current - picked(old_log_probs, trained)).clamp(-cap, cap).exp()
-    clipped_ratio = ratio.clamp(1 - low, 1 + high)
+    ratio = hold(current - picked(old_log_probs, trained), -cap, cap).exp()
+    clipped_ratio = hold(ratio, 1 - low, 1 + high)
+    # The value of each token, and where the clip binds.
     if objective == "grpo":
         values = -torch.minimum(ratio * advantage, clipped_ratio * advantage)
-    elif corrected:
-        values = -clipped_ratio.detach() * advantage * current
-    else:
-        values = -clipped_ratio * advantage
-    outside = (ratio > 1 + high) | (ratio < 1 - low)
-    if objective == "grpo" and corrected:
         binds = ((ratio > 1 + high) & (advantage >= 0)) | ((ratio < 1 - low) & (advantage < 0))
+    elif objective == "cispo":
+        values = -clipped_ratio * advantage
+        if corrected:
+            values = -clipped_ratio.detach() * advantage * current
+        binds = (ratio > 1 + high) | (ratio < 1 - low)
     else:
-        binds = outside
+        raise ValueError(f"the reference has no objective {objective!r}")
     if not corrected:  # TorchRL counts before it drops tokens by the KL-mask, and knows no cap
         every = picked(every_ratio, valid).exp()
         binds = (every > 1 + high) | (every < 1 - low)
@@ -148,7 +153,7 @@ def naive_policy_loss(
     def kl_terms(name, target, coeff):
         where = valid if corrected else trained
         difference = picked(target, where) - picked(log_probs, where)
-        penalty = difference.clamp(-cap, cap)
+        penalty = hold(difference, -cap, cap)
         penalty = penalty.expm1() - penalty
         output[name] = mean(penalty, where).detach()
         if coeff is not None:
