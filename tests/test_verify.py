@@ -70,7 +70,7 @@ def ess_of_all_positions(*arguments):
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "operation", "backend"),
     [
-        (policy_eager, "grpo", wrong_coefficient, "policy_loss", "eager"),
+        (policy_eager.TOKEN_OBJECTIVES, "grpo", wrong_coefficient, "policy_loss", "eager"),
         (policy_eager, "k3", lambda x: x.exp() - 1 + x, "policy_loss", "eager"),
         (policy_cpu, "forward", ess_of_all_positions, "policy_loss", "cpu"),
         (token_eager, "forward", entropy_a_little_off, "token_log_probs", "eager"),
@@ -83,7 +83,8 @@ def test_a_wrong_backend_is_caught_and_the_case_named(
     if reason := backends.why_not(backend, CPU):
         pytest.skip(reason)
     only(monkeypatch, operation)
-    monkeypatch.setattr(module, name, wrong)
+    replace = monkeypatch.setitem if isinstance(module, dict) else monkeypatch.setattr
+    replace(module, name, wrong)
     assert verify.main(["--backend", backend]) == 1
     failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
     assert failures
