@@ -34,7 +34,7 @@ def main() -> int:
         print(f"\n== {suite}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "--timeout=0"]
         command += ["--benchmark-columns=median,iqr,rounds", str(FOLDER / f"bench_{suite}.py")]
-        command += ["--quick"] if arguments.quick else []
+        command += ["--quick" if arguments.quick else "--keep"]
         if subprocess.run(command, cwd=FOLDER.parent).returncode:
             failed.append(suite)
     if failed:

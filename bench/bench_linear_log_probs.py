@@ -77,6 +77,44 @@ def prepare(name: str, *shape: int) -> Callable[[], object]:
     return lambda: function(*tensors)
 
 
+def liger() -> Callable | None:
+    """Liger's chunked GRPO loss without a reference model, compiled; None where not installed."""
+    try:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    except ImportError:
+        return None
+    return LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")
+
+
+@pytest.mark.parametrize("shape", ASKED, ids="{0[0]}x{0[1]}x{0[2]}".format)
+def test_grpo_loss_from_hidden_states(bench: Bench, shape: tuple[int, int, int]) -> None:
+    """Ours with policy_loss on top, entropy and metrics, beside Liger's, which has neither."""
+    rows, width, vocab = bench.size(*shape)
+    hidden, weight, tokens = linear_inputs(rows, width, vocab)
+    sequences = 4
+    hidden = hidden.detach().view(sequences, -1, width).requires_grad_()
+    tokens = tokens.view(sequences, -1)
+    old = torch.full(tokens.shape, -10.0, device=hidden.device)
+    advantages = torch.linspace(-1, 1, sequences, device=hidden.device)
+
+    def ours_with_loss() -> object:
+        log_probs, entropy = linear_log_probs(hidden, weight, tokens)
+        out = policy_loss(log_probs, old, advantages, entropy=entropy, entropy_coeff=0.01)
+        return torch.autograd.grad(out.loss_objective + out.loss_entropy, (hidden, weight))
+
+    calls: dict[str, Callable[[], object]] = {"ours": ours_with_loss}
+    peer, mask = liger(), torch.ones_like(tokens)
+    if peer is not None:
+        calls["Liger"] = lambda: torch.autograd.grad(
+            peer(hidden, weight, tokens, mask, advantages, old_per_token_logps=old)[0],
+            (hidden, weight),
+        )
+    name = f"linear_log_probs + policy_loss, N={rows} H={width} V={vocab}"
+    bench.times(name, calls, rounds=1 if width * vocab > 10**8 else 7)
+    if peer is not None:
+        bench.faster_than("Liger", ASKED[shape][2])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids="{0[0]}x{0[1]}x{0[2]}".format)
 def test_linear_log_probs(bench: Bench, shape: tuple[int, int, int]) -> None:
     rows, width, vocab = bench.size(*shape)
@@ -113,41 +151,3 @@ def test_linear_log_probs(bench: Bench, shape: tuple[int, int, int]) -> None:
         bench.at_most("memory less the weight gradient, of fp32 logits", share, memory, peaks)
         share = times["ours"] / times["four matmuls"]
         bench.at_most("time, of the four bare matmuls", share, matmuls, times)
-
-
-def liger() -> Callable | None:
-    """Liger's chunked GRPO loss without a reference model, compiled; None where not installed."""
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-    except ImportError:
-        return None
-    return LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")
-
-
-@pytest.mark.parametrize("shape", ASKED, ids="{0[0]}x{0[1]}x{0[2]}".format)
-def test_grpo_loss_from_hidden_states(bench: Bench, shape: tuple[int, int, int]) -> None:
-    """Ours with policy_loss on top, entropy and metrics, beside Liger's, which has neither."""
-    rows, width, vocab = bench.size(*shape)
-    hidden, weight, tokens = linear_inputs(rows, width, vocab)
-    sequences = 4
-    hidden = hidden.detach().view(sequences, -1, width).requires_grad_()
-    tokens = tokens.view(sequences, -1)
-    old = torch.full(tokens.shape, -10.0, device=hidden.device)
-    advantages = torch.linspace(-1, 1, sequences, device=hidden.device)
-
-    def ours_with_loss() -> object:
-        log_probs, entropy = linear_log_probs(hidden, weight, tokens)
-        out = policy_loss(log_probs, old, advantages, entropy=entropy, entropy_coeff=0.01)
-        return torch.autograd.grad(out.loss_objective + out.loss_entropy, (hidden, weight))
-
-    calls: dict[str, Callable[[], object]] = {"ours": ours_with_loss}
-    peer, mask = liger(), torch.ones_like(tokens)
-    if peer is not None:
-        calls["Liger"] = lambda: torch.autograd.grad(
-            peer(hidden, weight, tokens, mask, advantages, old_per_token_logps=old)[0],
-            (hidden, weight),
-        )
-    name = f"linear_log_probs + policy_loss, N={rows} H={width} V={vocab}"
-    bench.times(name, calls, rounds=1 if width * vocab > 10**8 else 3)
-    if peer is not None:
-        bench.faster_than("Liger", ASKED[shape][2])

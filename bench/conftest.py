@@ -23,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="every case at a tiny size; nothing is asked or kept"
     )
+    parser.addoption(
+        "--keep", action="store_true", help="the suite's findings take the place of those kept"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     found = session.config.stash[FOUND]
-    if found and not session.config.getoption("quick") and not session.testsfailed:
+    if found and session.config.getoption("keep") and not session.testsfailed:
         print(f"\nkept in {save(found)}")
 
 
