@@ -68,13 +68,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout", CASES)
-@pytest.mark.parametrize("strategy", ["sft", "rlhf", "generic"])
-@pytest.mark.parametrize("prompts", [True, False])
+@pytest.mark.parametrize(
+    ("layout", "strategy", "prompts"),
+    [
+        ("dense", "sft", True),  # PaddedPolicy is for single turns
+        *[
+            ("ragged", strategy, prompts)
+            for strategy in ("sft", "rlhf", "generic")
+            for prompts in (True, False)
+        ],
+    ],
+)
 def test_tokens_are_counted_as_the_loss_masks_them(layout, strategy, prompts):
     wrapper, pad_output, make_batch = CASES[layout]
-    if layout == "dense" and (strategy != "sft" or not prompts):
-        pytest.skip("PaddedPolicy is for single turns")
     actor = wrapper(
         build_model(len(TOKENIZER)),
         tokenizer=TOKENIZER,
