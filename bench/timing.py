@@ -65,7 +65,7 @@ def _extra_mib(call: Callable[[], object]) -> float:
         result = call()
         peak = _status_mib("VmHWM") - before
     del result
-    return peak
+    return max(peak, 0.0)  # below 0 where memory was there and free
 
 
 def _measure(prepare: Callable, arguments: tuple, answer) -> None:
