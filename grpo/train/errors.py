@@ -19,6 +19,11 @@ class InputError(ValueError):
         super().__init__(" ".join(line.strip() for line in message.splitlines()))
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message that says something."""
+    return next((line for line in str(error).splitlines() if line.strip()), "without a message")
+
+
 def quoted(value: object) -> str:
     """`value` as in Python's source, cut to a length that can be read."""
     text = repr(value)

@@ -45,7 +45,7 @@ from .collector import (
     encode_prompt,
     prompt_tokens,
 )
-from .errors import InputError, blamed_on, quoted
+from .errors import InputError, blamed_on, first_line, quoted
 from .policy import PaddedPolicy
 from .report import Report
 from .rollout import Rollout, TransformersRollout
@@ -138,11 +138,6 @@ def train(trainer: GRPOTrainer, report: Report) -> None:
         ) from error
     finally:
         report.finish()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message that says something."""
-    return next((line for line in str(error).splitlines() if line.strip()), "without a message")
 
 
 LARGEST = torch.finfo(torch.float32).max
@@ -439,7 +434,7 @@ def build_loss(settings: Settings, actor: nn.Module) -> GRPOLoss:
             **options,
         )
     except (ValueError, TypeError) as error:
-        raise InputError(str(error).splitlines()[0]) from None
+        raise InputError(first_line(error)) from None
 
 
 def make_advantages(settings: Settings) -> MCAdvantage:
@@ -646,7 +641,7 @@ def make_logger(settings: Settings, rank: int) -> Logger | None:
     try:
         return WandbLogger(name, save_dir=directory)
     except wandb.Error as error:
-        raise InputError(f"--logger wandb: {str(error).splitlines()[0]}") from None
+        raise InputError(f"--logger wandb: {first_line(error)}") from None
 
 
 def load_checkpoint(trainer: GRPOTrainer, settings: Settings, report: Report) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from .errors import InputError
+from .errors import InputError, first_line
 
 
 class LossName(str, Enum):
@@ -124,7 +124,6 @@ class Settings:
                 }
             )
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
             raise InputError(
-                f"{path}: damaged, or of another version of this program: {reason}"
+                f"{path}: damaged, or of another version of this program: {first_line(error)}"
             ) from None
