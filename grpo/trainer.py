@@ -138,7 +138,9 @@ class GRPOTrainer(Trainer):
         progress_bar: show a tqdm bar.
         seed: for the collector, torch and numpy.
         save_trainer_interval: frames between saves, to `save_trainer_file`.
-        checkpoint, checkpoint_rotation, checkpoint_metadata: see `torchrl.checkpoint`.
+        checkpoint, checkpoint_rotation, checkpoint_metadata: see `torchrl.checkpoint`. With several
+            ranks keep at least the last three: a rank that dies can be one save behind the others,
+            which save once more as they stop.
         num_epochs: passes over each collected batch.
         async_collection: the collector runs by itself and fills the replay buffer.
         log_timings, auto_log_optim_steps, log_rewards, log_kl: what is logged.

@@ -7,15 +7,12 @@ import copy
 import math
 import os
 import pickle
-import random
 import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -23,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl._utils import timeit
-from torchrl.checkpoint import CheckpointError, CheckpointRotation
 from torchrl.data import SamplerWithoutReplacement
 from torchrl.envs.transforms import Compose
 from torchrl.record.loggers import Logger
@@ -34,6 +30,8 @@ from ..losses import DAPO, CISPOLoss, GRPOLoss
 from ..mc_advantage import MCAdvantage
 from ..trainer import GRPOTrainer
 from . import tasks
+from .checkpoints import SealedCheckpoint, load_latest, make_rotation
+from .checks import check, check_ranks, fit_prompts, prompt_room
 from .collector import (
     GROUP,
     BatchStorage,
@@ -41,15 +39,12 @@ from .collector import (
     RolloutCollector,
     TrainerScores,
     TrimAndWeigh,
-    decode_responses,
     encode_prompt,
-    prompt_tokens,
 )
-from .errors import InputError, blamed_on, first_line, quoted
+from .errors import InputError, blamed_on, first_line
 from .policy import PaddedPolicy
 from .report import Report
 from .rollout import Rollout, TransformersRollout
-from .sealed_checkpoint import SealedCheckpoint, is_whole
 from .settings import LoggerName, LossName, RolloutName, Settings
 from .tiny_model import build_model, build_tokenizer
 from .warm_up import warm_up
@@ -60,8 +55,6 @@ WARM_UP_LEARNING_RATE = 2e-3
 BUILT_IN_WARM_UP_STEPS = 40
 # Adam's first steps are as long as its learning rate, whatever the gradient.
 RISING_STEPS = 20
-# Draws of an endless task that are looked at before anything is trained.
-TRIAL_DRAWS = 512
 
 
 def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
@@ -70,6 +63,7 @@ def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
     torch.set_num_threads(settings.threads)
     with ranks() as (rank, world):
         check_ranks(settings, world, resume)
+        settings.ranks = world
         seed = settings.seed + 10_007 * rank
         torch.manual_seed(settings.seed)
         tokenizer, model = load_model(settings)
@@ -111,7 +105,7 @@ def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
                 seed,
             )
             if resume:
-                load_checkpoint(trainer, settings, report)
+                load_latest(trainer, report.line)
                 report.start()
             train(trainer, report)
 
@@ -138,71 +132,6 @@ def train(trainer: GRPOTrainer, report: Report) -> None:
         ) from error
     finally:
         report.finish()
-
-
-LARGEST = torch.finfo(torch.float32).max
-# What numbers the options accept; NaN is none of them.
-NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "clip_low": ("at least 0 and below 1", lambda x: 0 <= x < 1),
-    "clip_high": ("a finite number of at least 0", lambda x: 0 <= x <= LARGEST),
-    "kl_to_ref": ("a finite number of at least 0", lambda x: 0 <= x <= LARGEST),
-    "kl_to_inference": ("a finite number of at least 0", lambda x: 0 <= x <= LARGEST),
-    "kl_mask_threshold": ("above 0", lambda x: x > 0),
-    "entropy_coeff": ("a finite number", lambda x: abs(x) <= LARGEST),
-    "importance_cap": ("a finite number above 0", lambda x: 0 < x <= LARGEST),
-    "learning_rate": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "clip_norm": ("above 0; inf does not clip", lambda x: x > 0),
-}
-
-
-def check(settings: Settings) -> None:
-    """What can be seen before anything is built."""
-    if settings.group_size < 2:
-        raise InputError(
-            f"--group-size {settings.group_size}: a response is compared with the others of its "
-            "group, so it must be at least 2"
-        )
-    if settings.candidates is not None and settings.candidates < settings.group_size:
-        raise InputError(
-            f"--candidates {settings.candidates}: fewer than --group-size {settings.group_size}"
-        )
-    bounds = settings.keep_return_bounds
-    if bounds is not None and not bounds[0] < bounds[1]:
-        raise InputError(f"--keep-return-bounds {bounds[0]} {bounds[1]}: LOW must be below HIGH")
-    if settings.candidates not in (None, settings.group_size) and bounds is None:
-        raise InputError(
-            "--candidates does nothing without --keep-return-bounds: any group would be accepted"
-        )
-    for name, (accepted, is_accepted) in NUMBERS.items():
-        value = getattr(settings, name)
-        if value is not None and not is_accepted(value):
-            option = "--" + name.replace("_", "-")
-            raise InputError(f"{option} {value}: must be {accepted}")
-    cores = os.cpu_count() or 1
-    if settings.threads > cores:
-        raise InputError(f"--threads {settings.threads}: the machine has {cores} cores")
-    try:
-        device = torch.device(settings.device)
-        torch.empty(1, device=device).tolist()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"--device {settings.device}: {first_line(error)}") from None
-    if settings.data is not None and not settings.data.exists():
-        raise InputError(f"--data {settings.data}: no such file")
-    if settings.logger is not LoggerName.csv and find_spec(settings.logger.value) is None:
-        package = settings.logger.value
-        raise InputError(f"--logger {package}: the package is missing; pip install {package}")
-
-
-def check_ranks(settings: Settings, world: int, resume: bool) -> None:
-    """Whether the ranks can share the run."""
-    if resume and settings.ranks != world:
-        raise InputError(
-            f"--resume {settings.output}: the run had {settings.ranks} ranks, and this one has "
-            f"{world}; start as many with torchrun"
-        )
-    if settings.prompts % world:
-        raise InputError(f"--prompts {settings.prompts}: not a multiple of the {world} ranks")
-    settings.ranks = world
 
 
 # What a run leaves in its directory.
@@ -282,82 +211,6 @@ def load_model(settings: Settings) -> tuple[PreTrainedTokenizerBase, PreTrainedM
         tokenizer.pad_token = tokenizer.eos_token  # masks go by lengths, not by this token
     with blamed_on(f"{what}, on --device {settings.device}"):
         return tokenizer, model.to(settings.device)
-
-
-def fit_prompts(
-    settings: Settings,
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
-    task: tasks.Task,
-    problems: list[tasks.Problem] | None,
-) -> int:
-    """The longest prompt that is taken, in tokens; what does not fit is left out and counted."""
-    room, context = prompt_room(settings, model)
-    rng = random.Random(0)
-    trial = problems or [task(rng) for _ in range(TRIAL_DRAWS)]
-    lengths = []
-    for problem in trial:
-        tokens = prompt_tokens(tokenizer, problem)
-        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
-            raise InputError(
-                f"{problem.source}: the model's vocabulary lacks parts of the prompt "
-                f"{quoted(problem.prompt)}{other_model(settings)}"
-            )
-        lengths.append(len(tokens))
-        check_answer(settings, tokenizer, problem)
-    if min(lengths) > room:
-        which = "prompts" if problems else f"of {TRIAL_DRAWS} prompts drawn"
-        raise InputError(
-            f"all {which} are longer than {room} tokens: the model's context is {context}, of "
-            f"which --max-new-tokens takes {settings.max_new_tokens}"
-        )
-    return room
-
-
-def other_model(settings: Settings) -> str:
-    """The way out where the built-in model's few words do not do."""
-    return "; --model takes another one" if settings.model is None else ""
-
-
-def prompt_room(settings: Settings, model: PreTrainedModel) -> tuple[int, int]:
-    """What a response leaves of the model's context, and the context, in tokens."""
-    context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
-    room = context - settings.max_new_tokens
-    if room < 1:
-        raise InputError(
-            f"--max-new-tokens {settings.max_new_tokens}: the model's context is {context} tokens"
-        )
-    return room, context
-
-
-def check_answer(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, problem: tasks.Problem
-) -> None:
-    """Whether some response can be the answer."""
-    if problem.answer is None:
-        return
-    what = f"{problem.source}: the answer {quoted(problem.answer)}"
-    tokens = tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
-        raise InputError(
-            f"{what} has parts that the model's vocabulary lacks: no response can match it"
-            f"{other_model(settings)}"
-        )
-    if len(tokens) > settings.max_new_tokens:
-        raise InputError(
-            f"{what} is {len(tokens)} tokens long: no response of --max-new-tokens "
-            f"{settings.max_new_tokens} can match it"
-        )
-    response = list(takewhile(lambda token: token != tokenizer.eos_token_id, tokens))
-    (text,) = decode_responses(tokenizer, [response])
-    if text == problem.answer:
-        return
-    reached, full = tasks.reward_of(problem, text), tasks.reward_of(problem, problem.answer)
-    if reached < full:
-        raise InputError(
-            f"{what} has reward {full:g}, but the model's tokenizer makes it {quoted(text)}, of "
-            f"reward {reached:g}: no response can match it"
-        )
 
 
 def warm_up_steps(settings: Settings) -> int:
@@ -476,29 +329,28 @@ def build_trainer(
         "prompt_length": prompt_length,
         "max_new_tokens": settings.max_new_tokens,
     }
-    if settings.ray:
-        with timeit("engine start"):
+    with timeit("engine start"):
+        if settings.ray:
             collector, buffer = start_ray(settings, tokenizer, model, task, sizes, seed)
-        sender = collector
-    else:
-        with timeit("engine start"):
+            sender = collector
+        else:
             rollout, sender = make_rollout(settings, tokenizer, model, seed)
-        collector = RolloutCollector(
-            task=task,
-            tokenizer=tokenizer,
-            rollout=rollout,
-            policy=model,
-            importance_cap=settings.importance_cap,
-            dtype=dtype,
-            seed=seed,
-            **sizes,
-        )
-        buffer = GroupBuffer(
-            storage=BatchStorage(prompts * samples),
-            sampler=SamplerWithoutReplacement(),
-            batch_size=settings.mini_batch,
-            transform=make_transforms(settings),
-        )
+            collector = RolloutCollector(
+                task=task,
+                tokenizer=tokenizer,
+                rollout=rollout,
+                policy=model,
+                importance_cap=settings.importance_cap,
+                dtype=dtype,
+                seed=seed,
+                **sizes,
+            )
+            buffer = GroupBuffer(
+                storage=BatchStorage(prompts * samples),
+                sampler=SamplerWithoutReplacement(),
+                batch_size=settings.mini_batch,
+                transform=make_transforms(settings),
+            )
     if world > 1:
         loss = DistributedDataParallel(loss)
     directory = settings.output if rank == 0 else settings.output / f"rank{rank}"
@@ -524,7 +376,7 @@ def build_trainer(
             log_interval=0,
             progress_bar=False,
             checkpoint=SealedCheckpoint(),
-            checkpoint_rotation=CheckpointRotation(directory / "checkpoints", keep_last=2),
+            checkpoint_rotation=make_rotation(directory / "checkpoints", world),
             # Saved where more frames than this have passed since the last time.
             save_trainer_interval=settings.save_every * prompts * samples - 1,
         )
@@ -642,27 +494,3 @@ def make_logger(settings: Settings, rank: int) -> Logger | None:
         return WandbLogger(name, save_dir=directory)
     except wandb.Error as error:
         raise InputError(f"--logger wandb: {first_line(error)}") from None
-
-
-def load_checkpoint(trainer: GRPOTrainer, settings: Settings, report: Report) -> None:
-    """The latest checkpoint that every rank has whole."""
-    rotation = trainer.checkpoint_rotation
-    for unfinished in rotation.directory.glob(".*.stage-*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    paths = {}
-    for path in rotation.checkpoints():
-        if is_whole(path):
-            paths[int(path.name.split("-")[-1])] = path
-        else:
-            report.line(f"warning: {path} is damaged; the one before it is taken")
-    steps = sorted(paths)
-    if trainer.world_size > 1:
-        everyones: list[list[int]] = [[] for _ in range(trainer.world_size)]
-        dist.all_gather_object(everyones, steps)
-        steps = sorted(set.intersection(*map(set, everyones)))
-    if not steps:
-        raise InputError(f"--resume {settings.output}: no checkpoint in {rotation.directory}")
-    try:
-        trainer.load_from_file(paths[steps[-1]])
-    except CheckpointError as error:
-        raise InputError(f"--resume {settings.output}: {first_line(error)}") from None

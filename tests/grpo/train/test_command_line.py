@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from grpo.train import run
+from grpo.train import checks, run
 from grpo.train.__main__ import app
 from grpo.train.collector import TrainerScores
 from grpo.train.tasks import Problem, sort
@@ -389,7 +389,7 @@ def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, options, message):
 def test_a_task_that_fails_in_the_second_iteration_leaves_a_checkpoint(
     tmp_path, monkeypatch, fault, message
 ):
-    first = 1 + run.TRIAL_DRAWS + 2  # loading, the trial and an iteration of two prompts
+    first = 1 + checks.TRIAL_DRAWS + 2  # loading, the trial and an iteration of two prompts
     draws = itertools.count()
     monkeypatch.setattr(
         sys.modules[__name__],
@@ -407,7 +407,7 @@ def test_a_task_that_fails_in_the_second_iteration_leaves_a_checkpoint(
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_logger_that_is_not_installed_is_one_clear_line(tmp_path, monkeypatch, package):
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     output = train(tmp_path, "--logger", package, code=2)
     assert output.strip().endswith(f"the package is missing; pip install {package}")
 
@@ -523,7 +523,7 @@ def test_a_policy_that_has_diverged_is_one_clear_line(tmp_path, monkeypatch):
     )
 
     def poison(rng):
-        if next(draws) == 1 + run.TRIAL_DRAWS + 2:  # the second iteration's first
+        if next(draws) == 1 + checks.TRIAL_DRAWS + 2:  # the second iteration's first
             models[0].model.norm.weight.data[3] = math.nan
         return sort(rng)
 

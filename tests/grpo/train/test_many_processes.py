@@ -113,17 +113,33 @@ def error_lines(output):
     return [line for line in output.splitlines() if "error: " in line and "--resume" in line]
 
 
-def test_two_ranks_train_and_resume(tmp_path):
-    run = [*TORCHRUN, "-m", "grpo.train", *OPTIONS, "--output", tmp_path]
-    finish(start(*run, "--iterations", 2))
-    assert len(rows(tmp_path)) == 2
-    assert list((tmp_path / "rank1/checkpoints").iterdir())
+def checkpoints(directory):
+    """Of one rank, by step."""
+    return sorted((directory / "checkpoints").iterdir())
+
+
+def test_two_ranks_resume_from_the_latest_checkpoint_that_both_have(tmp_path):
+    command = [*TORCHRUN, "-m", "grpo.train", *OPTIONS, "--output", tmp_path]
+    finish(start(*command, "--iterations", 4))
+    uninterrupted = rows(tmp_path)
+    assert len(uninterrupted) == 4
+    second, third, fourth = checkpoints(tmp_path / "rank1")
+    # As if rank 1 had been cut off one save and one optimiser step behind rank 0.
+    shutil.rmtree(fourth)
+    shutil.rmtree(third)
+    shutil.copytree(second, third)
+    finish(start(*TORCHRUN, "-m", "grpo.train", "--resume", tmp_path))
+    for name in uninterrupted[0]:
+        if "second" not in name:
+            for row, before in zip(rows(tmp_path), uninterrupted, strict=True):
+                assert row[name] == before[name], name
+    assert len(checkpoints(tmp_path)) == len(checkpoints(tmp_path / "rank1")) == 3
 
 
 def test_a_dead_rank_ends_the_run_with_one_line_and_it_resumes(tmp_path):
     command = [*TORCHRUN, "-m", "grpo.train", *OPTIONS, "--output", tmp_path]
     process = start(*command, "--iterations", 12)
-    wait_for_rows(tmp_path, 2, process)
+    wait_for_rows(tmp_path, 3, process)
     ranks = [
         pid
         for pid, command in descendants(process.pid).items()
@@ -134,7 +150,11 @@ def test_a_dead_rank_ends_the_run_with_one_line_and_it_resumes(tmp_path):
     assert process.returncode != 0
     assert len(error_lines(output)) <= 1
     done = len(rows(tmp_path))
-    assert 2 <= done < 12
+    assert 3 <= done < 12
+    # Wherever it was killed: as if it had been before the save that rank 0 has.
+    *_, last = checkpoints(tmp_path / "rank1")
+    if int(last.name.split("-")[1]) == 4 * done:
+        shutil.rmtree(last)
     finish(start(*TORCHRUN, "-m", "grpo.train", "--resume", tmp_path))
     assert len(rows(tmp_path)) == 12
 
