@@ -609,7 +609,7 @@ def test_prompts_longer_than_the_context_are_left_out_and_counted(tmp_path):
 
 def test_a_prompt_that_fits_is_taken_though_the_trial_saw_only_shorter_ones(tmp_path, monkeypatch):
     counter = itertools.count()
-    monkeypatch.setattr(run, "TRIAL_DRAWS", 4)
+    monkeypatch.setattr(checks, "TRIAL_DRAWS", 4)
 
     def grows(rng):
         count = next(counter) - 4  # loading and the trial have a digit each
@@ -644,7 +644,7 @@ def test_the_warm_up_keeps_within_the_context(tmp_path, monkeypatch):
     config = GPT2Config(vocab_size=len(tokenizer), **sizes, **ends)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     draws = itertools.count()
-    monkeypatch.setattr(run, "TRIAL_DRAWS", 4)
+    monkeypatch.setattr(checks, "TRIAL_DRAWS", 4)
 
     def lengthening(rng):
         draw = next(draws)  # loading and the trial have a digit each
