@@ -207,9 +207,8 @@ GRPO_INLINE bool is_masked(const PolicyLossTokens<T>& tokens, int64_t at) {
 }
 
 template <typename T>
-GRPO_INLINE void store_zeros(std::initializer_list<T*> results, int64_t at) {
-  for (T* result : results)
-    if (result) store(result + at, Vec<T>{});
+GRPO_INLINE void store_zeros(T* results, int64_t at) {
+  if (results) store(results + at, Vec<T>{});
 }
 
 template <typename T>
@@ -339,10 +338,14 @@ void forward_run(
   sums.largest = splat(-std::numeric_limits<T>::infinity());
   const int64_t whole = tokens.count / lanes<T> * lanes<T>;
   for (int64_t at = 0; at < whole; at += lanes<T>) {
-    if (is_masked(tokens, at))
-      store_zeros<T>({values.objective, values.kl_to_ref, values.kl_to_inference, values.entropy}, at);
-    else
+    if (is_masked(tokens, at)) {
+      store_zeros(values.objective, at);
+      store_zeros(values.kl_to_ref, at);
+      store_zeros(values.kl_to_inference, at);
+      store_zeros(values.entropy, at);
+    } else {
       forward_vector<T, ObjectiveOf>(tokens, at, o, values, sums);
+    }
   }
   if (whole < tokens.count) {
     const Tail<T> tail(tokens, whole);
@@ -465,10 +468,13 @@ void backward_run(
   const PolicyLossScales<T> scales = given_scales;
   int64_t at = 0;
   for (; at + lanes<T> <= tokens.count; at += lanes<T>) {
-    if (is_masked(tokens, at))
-      store_zeros<T>({gradients.log_probs, gradients.ref_log_probs, gradients.entropy}, at);
-    else
+    if (is_masked(tokens, at)) {
+      store_zeros(gradients.log_probs, at);
+      store_zeros(gradients.ref_log_probs, at);
+      store_zeros(gradients.entropy, at);
+    } else {
       backward_vector<T, ObjectiveOf>(tokens, at, o, scales, gradients);
+    }
   }
   if (at == tokens.count) return;
 

@@ -7,6 +7,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -113,7 +114,9 @@ class StridedInput {
           return;
         }
       }
-      if (column_stride_ == 1)
+      if (column_stride_ == 0)
+        std::fill_n(scratch, count, static_cast<T>(*from));
+      else if (column_stride_ == 1)
         for (int64_t i = 0; i < count; ++i) scratch[i] = static_cast<T>(from[i]);
       else
         for (int64_t i = 0; i < count; ++i) scratch[i] = static_cast<T>(from[i * column_stride_]);

@@ -243,27 +243,35 @@ inline constexpr T exp_underflow = sizeof(T) == 4 ? T(-103.972084) : T(-745.1332
 template <typename T>
 inline constexpr T exp_smallest_normal = sizeof(T) == 4 ? T(-87.3365) : T(-708.396);
 
-// e^x within 2 ulp over the whole range, denormals included; inf, 0 and NaN as in std::exp.
+// exp_terms of x where e^x is neither 0 nor infinite, of the nearest such number elsewhere. NaN
+// stays NaN.
 template <typename T>
-GRPO_INLINE Vec<T> exp(Vec<T> x) {
+GRPO_INLINE ExpTerms<T> bounded_exp_terms(Vec<T> x) {
 #if GRPO_VECTOR_BYTES == 64
   // scalef goes through denormals to 0, and to infinity; n and r are of use within these bounds.
   // The order of the operands lets NaN through.
   const Vec<T> highest = splat(exp_overflow<T> + 10), lowest = splat(exp_underflow<T> - 10);
   const Vec<T> below = highest < x ? highest : x;
-  const auto [n, r, q] = exp_terms(lowest > below ? lowest : below);
+  return exp_terms(lowest > below ? lowest : below);
+#else
+  return exp_terms(select<T>(
+      x > exp_overflow<T>,
+      splat(exp_overflow<T>),
+      select<T>(x < exp_underflow<T>, splat(exp_underflow<T>), x)));
+#endif
+}
+
+// e^x from bounded_exp_terms(x).
+template <typename T>
+GRPO_INLINE Vec<T> exp_of_terms(Vec<T> x, const ExpTerms<T>& terms) {
+  const auto [n, r, q] = terms;
   const Vec<T> mantissa = q * (r * r) + r + T(1);
+#if GRPO_VECTOR_BYTES == 64
   if constexpr (sizeof(T) == 4)
     return (Vec<T>)_mm512_scalef_ps((__m512)mantissa, (__m512)n);
   else
     return (Vec<T>)_mm512_scalef_pd((__m512d)mantissa, (__m512d)n);
 #else
-  const Vec<T> clamped = select<T>(
-      x > exp_overflow<T>,
-      splat(exp_overflow<T>),
-      select<T>(x < exp_underflow<T>, splat(exp_underflow<T>), x));
-  const auto [n, r, q] = exp_terms(clamped);
-  const Vec<T> mantissa = q * (r * r) + r + T(1);
   // 2^n may be beyond the normal range, its two halves are not. NaN survives the products.
   const Vec<T> safe_n = select<T>(n == n, n, Vec<T>{});
   const Vec<T> half_n = __builtin_convertvector(
@@ -272,6 +280,12 @@ GRPO_INLINE Vec<T> exp(Vec<T> x) {
   out = select<T>(x > exp_overflow<T>, splat(std::numeric_limits<T>::infinity()), out);
   return select<T>(x < exp_underflow<T>, Vec<T>{}, out);
 #endif
+}
+
+// e^x within 2 ulp over the whole range, denormals included; inf, 0 and NaN as in std::exp.
+template <typename T>
+GRPO_INLINE Vec<T> exp(Vec<T> x) {
+  return exp_of_terms<T>(x, bounded_exp_terms<T>(x));
 }
 
 // e^x for x <= 0 within 2 ulp; 0 where the result would be denormal. NaN stays NaN. The softmax's exp.
@@ -295,14 +309,16 @@ GRPO_INLINE Vec<T> exp_nonpositive(Vec<T> x) {
 // e^x - 1 and e^x - 1 - x, accurate also near 0, where the plain differences cancel.
 template <typename T>
 GRPO_INLINE Vec<T> expm1(Vec<T> x) {
-  const auto [n, r, q] = exp_terms(x);
-  return select<T>(n == Vec<T>{}, q * (r * r) + r, exp<T>(x) - T(1));
+  const ExpTerms<T> terms = bounded_exp_terms<T>(x);
+  const auto [n, r, q] = terms;
+  return select<T>(n == Vec<T>{}, q * (r * r) + r, exp_of_terms<T>(x, terms) - T(1));
 }
 
 template <typename T>
 GRPO_INLINE Vec<T> expm1_minus_x(Vec<T> x) {
-  const auto [n, r, q] = exp_terms(x);
-  return select<T>(n == Vec<T>{}, q * (r * r), exp<T>(x) - T(1) - x);
+  const ExpTerms<T> terms = bounded_exp_terms<T>(x);
+  const auto [n, r, q] = terms;
+  return select<T>(n == Vec<T>{}, q * (r * r), exp_of_terms<T>(x, terms) - T(1) - x);
 }
 
 // tanh(x), relative error under 1e-6 (float) also near 0.

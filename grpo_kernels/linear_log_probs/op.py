@@ -235,7 +235,7 @@ def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: FunctionCtx, grad_log_probs, grad_entropy, *_):
     *tensors, entropies, row_max, log_sum = ctx.saved_tensors
     needs = ctx.needs_input_grad[:3]
-    grads = torch.ops.grpo_kernels.linear_log_probs_backward(
+    grads = torch.ops.grpo_kernels.linear_log_probs_backward.default(
         grad_log_probs,
         grad_entropy if entropies is not None else None,
         *tensors,

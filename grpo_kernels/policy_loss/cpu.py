@@ -18,7 +18,7 @@ def forward(
     options: PolicyLossOptions,
 ) -> tuple[PolicyLossOutput, Tensor]:
     """See eager.forward."""
-    *output, saved = torch.ops.grpo_kernels_cpp.policy_loss_forward(
+    *output, saved = torch.ops.grpo_kernels_cpp.policy_loss_forward.default(
         log_probs,
         old_log_probs,
         advantages,
@@ -44,7 +44,7 @@ def backward(
     wanted: tuple[bool, bool, bool],
 ) -> InputGradients:
     """See eager.backward."""
-    gradients = torch.ops.grpo_kernels_cpp.policy_loss_backward(
+    gradients = torch.ops.grpo_kernels_cpp.policy_loss_backward.default(
         *upstream,
         log_probs,
         old_log_probs,

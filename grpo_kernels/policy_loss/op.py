@@ -169,7 +169,9 @@ def _backward_of_policy_loss(ctx, *upstream: Tensor | None) -> tuple[Tensor | No
         for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
     ]
     wanted = [ctx.needs_input_grad[i] for i in (0, 4, 5)]
-    gradients = torch.ops.grpo_kernels.policy_loss_backward(*upstream[:4], *arguments, *wanted)
+    gradients = torch.ops.grpo_kernels.policy_loss_backward.default(
+        *upstream[:4], *arguments, *wanted
+    )
     _, by_kl_to_ref, _, by_entropy = upstream[:4]
     leads_there = (True, by_kl_to_ref is not None, by_entropy is not None)
     log_probs, ref_log_probs, entropy = (
@@ -225,7 +227,7 @@ def policy_loss_function(
         if (value := getattr(options, name)) is not None and not isinstance(value, Tensor)
     }
     options = options._replace(**changing)
-    *output, _ = torch.ops.grpo_kernels.policy_loss(
+    *output, _ = torch.ops.grpo_kernels.policy_loss.default(
         log_probs,
         old_log_probs,
         advantages,

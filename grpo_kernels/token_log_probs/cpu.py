@@ -18,7 +18,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """As eager.forward."""
     per_row = isinstance(temperature, Tensor)
-    log_probs, entropies, row_max, log_sum = _cpp.token_log_probs_forward(
+    log_probs, entropies, row_max, log_sum = _cpp.token_log_probs_forward.default(
         logits,
         tokens,
         mask,
@@ -45,7 +45,7 @@ def backward(
 ) -> None:
     """As eager.backward."""
     per_row = isinstance(temperature, Tensor)
-    _cpp.token_log_probs_backward(
+    _cpp.token_log_probs_backward.default(
         grad_log_probs,
         grad_entropy,
         logits,

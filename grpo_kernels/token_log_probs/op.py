@@ -233,7 +233,7 @@ def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx: FunctionCtx, grad_log_probs, grad_entropy, *_):
     logits, tokens, mask, temperatures, entropies, row_max, log_sum = ctx.saved_tensors
-    grad_logits = torch.ops.grpo_kernels.token_log_probs_backward(
+    grad_logits = torch.ops.grpo_kernels.token_log_probs_backward.default(
         grad_log_probs,
         grad_entropy if ctx.entropy else None,
         logits,
