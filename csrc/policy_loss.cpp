@@ -90,6 +90,7 @@ struct Arguments {
   std::optional<double> kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff;
   bool torchrl_semantics;
   std::optional<double> log_ratio_cap;
+  bool entropy_of_pads;
 
   template <typename T>
   PolicyLossOptions<T> as() const {
@@ -109,7 +110,8 @@ struct Arguments {
         T(log_ratio_cap.value_or(infinity)),
         T(kl_to_ref_coeff.value_or(0)),
         T(kl_to_inference_coeff.value_or(0)),
-        T(entropy_coeff.value_or(0))};
+        T(entropy_coeff.value_or(0)),
+        torchrl_semantics && entropy_of_pads};
   }
 };
 
@@ -406,14 +408,15 @@ ForwardResult policy_loss_forward(
     std::string semantics,
     std::optional<double> log_ratio_cap,
     std::optional<double> normaliser,
-    OptionalTensor normaliser_tensor) {
+    OptionalTensor normaliser_tensor,
+    bool entropy_of_pads) {
   const Inputs in =
       read_inputs(log_probs, old_log_probs, advantages, mask, ref_log_probs, entropy);
   const Arguments arguments{
       objective_named(objective), log1p_of(clip_low, clip_low_tensor, -1),
       log1p_of(clip_high, clip_high_tensor, 1), kl_mask_threshold, std::move(aggregation),
       kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff, semantics == "torchrl",
-      log_ratio_cap};
+      log_ratio_cap, entropy_of_pads};
   if (normaliser_tensor) normaliser = StridedInput::of_scalar(*normaliser_tensor).number();
   return log_probs.scalar_type() == ScalarType::Double
       ? forward<double>(in, arguments, normaliser)
@@ -445,6 +448,7 @@ BackwardResult policy_loss_backward(
     std::optional<double> log_ratio_cap,
     std::optional<double> normaliser,
     OptionalTensor normaliser_tensor,
+    bool entropy_of_pads,
     Tensor saved,
     bool wants_log_probs,
     bool wants_ref_log_probs,
@@ -458,7 +462,7 @@ BackwardResult policy_loss_backward(
     const Arguments arguments{
         objective_named(objective), bounds[0], bounds[1], kl_mask_threshold, std::move(aggregation),
         kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff, semantics == "torchrl",
-        log_ratio_cap};
+        log_ratio_cap, entropy_of_pads};
     return backward(
         upstream, in, arguments, row_weights, wants_log_probs, wants_ref_log_probs, wants_entropy);
   };
@@ -477,7 +481,7 @@ BackwardResult policy_loss_backward(
   "Tensor? clip_low_tensor, float? clip_high, Tensor? clip_high_tensor, "                     \
   "float? kl_mask_threshold, str aggregation, float? kl_to_ref_coeff, "                       \
   "float? kl_to_inference_coeff, float? entropy_coeff, str semantics, float? log_ratio_cap, " \
-  "float? normaliser, Tensor? normaliser_tensor"
+  "float? normaliser, Tensor? normaliser_tensor, bool entropy_of_pads"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(grpo_kernels_cpp, m) {
   m.def("policy_loss_forward(" POLICY_LOSS_INPUTS

@@ -33,6 +33,7 @@ struct PolicyLossOptions {
   T kl_mask_threshold;
   T log_ratio_cap;  // infinity: no cap
   T kl_to_ref_coeff, kl_to_inference_coeff, entropy_coeff;
+  bool entropy_of_pads;  // finite entropies of masked tokens count in the metric
 };
 
 // A run of tokens of one row; an absent input is null. Every pointer has stride 1.

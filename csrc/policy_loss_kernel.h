@@ -199,6 +199,11 @@ struct Tail {
   }
 };
 
+template <typename T>
+GRPO_INLINE Vec<T> finite_or_zero(Vec<T> value) {
+  return select<T>(value - value == Vec<T>{}, value, Vec<T>{});  // inf - inf is NaN
+}
+
 // Prompts and padding are whole vectors of masked tokens, half of a usual batch: nothing of them
 // is computed.
 template <typename T>
@@ -252,6 +257,7 @@ GRPO_INLINE void forward_vector(
     const Vec<T> trained = select<T>(in.trained, entropy, Vec<T>{});
     sums.entropy_trained += trained;
     sums.entropy += select<T>(o.torchrl_semantics ? in.asked : in.valid, entropy, Vec<T>{});
+    if (o.entropy_of_pads) sums.entropy += select<T>(in.asked, Vec<T>{}, finite_or_zero<T>(entropy));
     if (values.entropy) store(values.entropy + at, trained * -o.entropy_coeff);
   }
   if (tokens.ref_log_probs) {
@@ -343,6 +349,8 @@ void forward_run(
       store_zeros(values.kl_to_ref, at);
       store_zeros(values.kl_to_inference, at);
       store_zeros(values.entropy, at);
+      if (o.entropy_of_pads && tokens.entropy)
+        sums.entropy += finite_or_zero<T>(load(tokens.entropy + at));
     } else {
       forward_vector<T, ObjectiveOf>(tokens, at, o, values, sums);
     }

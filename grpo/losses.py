@@ -8,7 +8,6 @@ formulas, term by term, in plain PyTorch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -42,7 +41,6 @@ from grpo_kernels.policy_loss.options import (
     check_choice,
     check_clip,
 )
-from grpo_kernels.precision import compute_dtype
 
 from .actor import (
     current_linear_head,
@@ -97,8 +95,8 @@ class Scores(NamedTuple):
     log_probs: Tensor
     entropy: Tensor | None
     mask: Tensor | None
-    # Mean entropy over all positions where masked ones may not be 0; None: the kernel's mean.
-    mean_entropy: Tensor | None
+    # Whether masked tokens may have an entropy other than 0.
+    entropy_of_pads: bool = False
 
 
 class GRPOLoss(LossModule):
@@ -287,7 +285,9 @@ class GRPOLoss(LossModule):
         """The log-ratio's range: (log(1 - eps_low), log(1 + eps_high))."""
         return (-self.clip_epsilon_low).log1p(), self.clip_epsilon_high.log1p()
 
-    def _options(self, normaliser: float | Tensor | None) -> PolicyLossOptions:
+    def _options(
+        self, normaliser: float | Tensor | None, entropy_of_pads: bool = False
+    ) -> PolicyLossOptions:
         aggregation = "none" if self.reduction == "none" else self.aggregation
         if normaliser is None and self.reduction == "sum" and self.semantics == "corrected":
             normaliser = 1.0
@@ -305,6 +305,7 @@ class GRPOLoss(LossModule):
             semantics=self.semantics,
             log_ratio_cap=self.log_ratio_cap,
             normaliser=normaliser,
+            entropy_of_pads=entropy_of_pads,
         )
 
     # The batch
@@ -345,7 +346,7 @@ class GRPOLoss(LossModule):
                 "advantage and log_weight must have the same number of dimensions, got "
                 f"advantage.ndim={advantage.ndim} and log_weight.ndim={scores.log_probs.ndim + 1}"
             )
-        options = self._options(normaliser)
+        options = self._options(normaliser, scores.entropy_of_pads)
         ref_log_probs = None
         if options.kl_to_ref_coeff is not None:
             ref_log_probs = self._target_log_probs(tensordict, keys.ref_log_probs, scores.log_probs)
@@ -367,7 +368,7 @@ class GRPOLoss(LossModule):
                 term if term is None or term.ndim < 2 else term.unsqueeze(-1) for term in terms[:4]
             ]
             terms = PolicyLossOutput(*losses, *terms[4:])
-        return self._output(terms._asdict(), scores)
+        return self._output(terms._asdict())
 
     def _get_cur_log_prob(
         self, tensordict: TensorDictBase
@@ -432,7 +433,7 @@ class GRPOLoss(LossModule):
                 head=self._linear_head,
                 backend=self.backend,
             )
-            return Scores(log_probs, entropy, call.mask, None)
+            return Scores(log_probs, entropy, call.mask)
         dist = self._distribution(tensordict)
         action = self._action_after(action, tensordict)
         if isinstance(dist, LLMMaskedCategorical) and dist.position_level_masking:
@@ -440,7 +441,7 @@ class GRPOLoss(LossModule):
             log_probs, entropy = token_log_probs(
                 dist.logits, action, mask, entropy=self.entropy_bonus, backend=self.backend
             )
-            return Scores(log_probs, entropy, mask, None)
+            return Scores(log_probs, entropy, mask)
         return self._scores_of(dist.log_prob(action), dist)
 
     def _scores_of(self, log_probs: Tensor | TensorDictBase, dist: Distribution) -> Scores:
@@ -450,14 +451,19 @@ class GRPOLoss(LossModule):
         if mask is not None:
             mask = mask if mask.dtype == torch.bool else mask.bool()
             mask = mask if mask.shape == log_probs.shape else mask.expand(log_probs.shape)
-        entropy = mean_entropy = None
-        if self.entropy_bonus:
+        entropy = None
+        if self.entropy_bonus and self._overrides("_get_entropy"):
             entropy = self._get_entropy(dist, log_probs.shape).squeeze(-1)
-            mean_entropy = _mean_over_positions(entropy.detach(), mask, compute_dtype(log_probs))
-        return Scores(log_probs, entropy, mask, mean_entropy)
+        elif self.entropy_bonus:
+            entropy = self._entropy_of(dist, log_probs.shape)
+        return Scores(log_probs, entropy, mask, entropy_of_pads=True)
 
     def _get_entropy(self, dist: Distribution, adv_shape: torch.Size) -> Tensor:
-        """[B, T, 1] entropy: in closed form, or by sampling where there is none."""
+        """[B, T, 1] entropy; override it for a distribution that needs another way."""
+        return self._entropy_of(dist, adv_shape).unsqueeze(-1)
+
+    def _entropy_of(self, dist: Distribution, adv_shape: torch.Size) -> Tensor:
+        """[B, T] entropy: in closed form, or by sampling where there is none."""
         if isinstance(dist, CompositeDistribution):
             entropy = composite_entropy(dist, self.samples_mc_entropy)
         elif has_analytic_entropy(dist):
@@ -472,7 +478,7 @@ class GRPOLoss(LossModule):
         if is_tensor_collection(entropy):
             entropy.batch_size = adv_shape
             entropy = entropy.sum(dim="feature", reduce=True)
-        return entropy.unsqueeze(-1)
+        return entropy
 
     def _sampling_log_probs(self, tensordict: TensorDictBase, log_probs: Tensor) -> Tensor:
         """The log-probs that the batch was sampled with, in the shape of the current ones."""
@@ -520,11 +526,11 @@ class GRPOLoss(LossModule):
             )
         return target
 
-    def _output(self, terms: dict[str, Tensor | None], scores: Scores) -> LLMLossOutput:
-        if self.semantics == "torchrl" and scores.mean_entropy is not None:
-            terms["entropy"] = scores.mean_entropy
+    def _output(self, terms: dict[str, Tensor | None]) -> LLMLossOutput:
         present = {name: term for name, term in terms.items() if term is not None}
-        return self.output_type.from_tensordict(TensorDict(present))
+        # Unchecked, as torchrl makes its own: the checks take longer than a small batch's kernel.
+        output = TensorDict._new_unsafe(present, batch_size=torch.Size())
+        return self.output_type.from_tensordict(output)
 
     # Term by term
 
@@ -663,7 +669,7 @@ class GRPOLoss(LossModule):
             loss = -self.entropy_coeff * entropy.unsqueeze(-1)
             terms["loss_entropy"] = aggregate(loss, inputs.trained)
             terms["entropy"] = eager.mean_entropy(
-                entropy.detach(), scores.mask, inputs.valid, semantics
+                entropy.detach(), scores.mask, inputs.valid, options
             )
         to_inference = None
         if options.kl_to_inference_coeff is not None:
@@ -682,7 +688,7 @@ class GRPOLoss(LossModule):
                 terms[f"loss_{name}"] = coeff * eager.position_mean(penalty)
             else:
                 terms[f"loss_{name}"] = coeff * aggregate(penalty.unsqueeze(-1), inputs.valid)
-        return self._output(terms, scores)
+        return self._output(terms)
 
 
 class _WithCoefficient(torch.autograd.Function):
@@ -700,15 +706,6 @@ class _WithCoefficient(torch.autograd.Function):
             gradient = torch.where(coefficient == 0, 0.0, upstream * coefficient)
         gradient = not_twice_differentiable(gradient, "GRPOLoss", upstream, log_ratio)
         return gradient, upstream, None
-
-
-def _mean_over_positions(entropy: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Mean of the entropy, where a finite pad counts, as in TorchRL, and NaN in a pad does not."""
-    mean = eager.position_mean(entropy.to(dtype))
-    on_cpu = mean.device.type == "cpu"  # elsewhere asking would wait for the device
-    if mask is None or (on_cpu and math.isfinite(mean)):
-        return mean
-    return eager.position_mean(torch.where(mask | entropy.isfinite(), entropy, 0.0).to(dtype))
 
 
 def _per_token(advantage: Tensor, log_probs: Tensor) -> Tensor:
@@ -766,3 +763,8 @@ class CISPOLoss(GRPOLoss):
 
     output_type: type[LLMLossOutput] = CISPOLossOutput
     _objective = "cispo"
+
+
+# LossModule's metaclass wraps the forward that a class inherits once more; once is enough.
+for _subclass in (DAPO, CISPOLoss):
+    del _subclass.forward

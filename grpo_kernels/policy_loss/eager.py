@@ -274,12 +274,14 @@ def clip_fraction(
 
 
 def mean_entropy(
-    entropy: Tensor, mask: Tensor | None, valid: Tensor, semantics: Semantics
+    entropy: Tensor, mask: Tensor | None, valid: Tensor, options: PolicyLossOptions
 ) -> Tensor:
     """Mean of the entropy; for TorchRL a token without an old log-prob still counts."""
-    if semantics == "torchrl":
+    if options.semantics == "torchrl":
         valid = torch.ones_like(valid) if mask is None else mask
-    return semantic_mean(entropy, valid, semantics)
+        if options.entropy_of_pads:
+            valid = valid | entropy.isfinite()
+    return semantic_mean(entropy, valid, options.semantics)
 
 
 def forward(
@@ -314,7 +316,7 @@ def forward(
     mean_of_entropy = loss_entropy = None
     if entropy is not None:
         entropy = entropy.to(inputs.log_ratio.dtype)
-        mean_of_entropy = mean_entropy(entropy, mask, inputs.valid, semantics)
+        mean_of_entropy = mean_entropy(entropy, mask, inputs.valid, options)
         if options.entropy_coeff is not None:
             loss_entropy = aggregate(
                 -options.entropy_coeff * entropy, inputs.trained, objective_weights

@@ -63,17 +63,18 @@ class PolicyLossFunction(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, saved = ctx.saved_tensors
         upstream = LossGradients(*upstream[:4])
+        backward = implementation(ctx.backend).backward
+        arguments = (*inputs, ctx.options, saved, ctx.needs_input_grad[:3])
+        if not torch.is_grad_enabled():  # it is only where a graph of the gradient is asked for
+            return *backward(upstream, *arguments), None, None, None, None, None
         with torch.no_grad():
-            gradients = implementation(ctx.backend).backward(
-                upstream, *inputs, ctx.options, saved, ctx.needs_input_grad[:3]
-            )
-        if torch.is_grad_enabled():
-            gradients = [
-                None
-                if gradient is None
-                else not_twice_differentiable(gradient, "policy_loss", *upstream, *inputs)
-                for gradient in gradients
-            ]
+            gradients = backward(upstream, *arguments)
+        gradients = [
+            None
+            if gradient is None
+            else not_twice_differentiable(gradient, "policy_loss", *upstream, *inputs)
+            for gradient in gradients
+        ]
         return *gradients, None, None, None, None, None
 
 

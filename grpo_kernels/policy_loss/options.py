@@ -33,6 +33,9 @@ class PolicyLossOptions(NamedTuple):
     semantics: Semantics
     log_ratio_cap: float | None
     normaliser: float | Tensor | None
+    # Whether the entropy metric of torchrl semantics counts what is finite at masked tokens, as
+    # TorchRL does with a distribution that gives them an entropy. Set by the losses.
+    entropy_of_pads: bool = False
 
     @property
     def token_objective(self) -> str:
@@ -53,18 +56,20 @@ class PolicyLossOptions(NamedTuple):
             *self[3:10],
             normaliser,
             normaliser_tensor,
+            self.entropy_of_pads,
         )
 
     @classmethod
     def unflatten(cls, flat: tuple) -> PolicyLossOptions:
         """The inverse of `flatten`."""
-        objective, low, low_tensor, high, high_tensor, *others, number, tensor = flat
+        objective, low, low_tensor, high, high_tensor, *others, number, tensor, of_pads = flat
         return cls(
             objective,
             low if low_tensor is None else low_tensor,
             high if high_tensor is None else high_tensor,
             *others,
             number if tensor is None else tensor,
+            of_pads,
         )
 
 
@@ -73,7 +78,7 @@ OPTIONS_SCHEMA = (
     "str objective, float? clip_low, Tensor? clip_low_tensor, float? clip_high, "
     "Tensor? clip_high_tensor, float? kl_mask_threshold, str aggregation, "
     "float? kl_to_ref_coeff, float? kl_to_inference_coeff, float? entropy_coeff, str semantics, "
-    "float? log_ratio_cap, float? normaliser, Tensor? normaliser_tensor"
+    "float? log_ratio_cap, float? normaliser, Tensor? normaliser_tensor, bool entropy_of_pads"
 )
 
 

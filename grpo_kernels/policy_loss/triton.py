@@ -495,6 +495,7 @@ def _forward_kernel(
     OBJECTIVE: tl.constexpr,
     AGGREGATION: tl.constexpr,
     TORCHRL: tl.constexpr,
+    ENTROPY_OF_PADS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
     MERGE: tl.constexpr,
@@ -552,10 +553,10 @@ def _forward_kernel(
         entropy = _load(inputs[5], strides[5], row, columns, T, DTYPE)
         counted = tl.where(trained, entropy, 0.0)
         _add_sum(sums_ptr, _ENTROPY_TRAINED, tl.sum(counted))
-        if TORCHRL:  # a token without an old log-prob still counts here
-            _add_sum(sums_ptr, _ENTROPY, tl.sum(tl.where(asked, entropy, 0.0)))
-        else:
-            _add_sum(sums_ptr, _ENTROPY, tl.sum(tl.where(valid, entropy, 0.0)))
+        in_mean = asked if TORCHRL else valid  # asked: also a token without an old log-prob
+        if ENTROPY_OF_PADS and TORCHRL:
+            in_mean = in_mean | (entropy - entropy == 0.0)  # inf - inf is NaN
+        _add_sum(sums_ptr, _ENTROPY, tl.sum(tl.where(in_mean, entropy, 0.0)))
         if AGGREGATION == "none" and losses[3] is not None:
             loss = counted * -_number(entropy_coeff, DTYPE)
             tl.store(losses[3] + per_token, loss, mask=columns < T)
@@ -806,6 +807,7 @@ def forward(
             columns,
             segments,
             AGGREGATION=options.aggregation,
+            ENTROPY_OF_PADS=options.entropy_of_pads,
             MERGE=MERGE[constants["BLOCK"]],
             **constants,
         )

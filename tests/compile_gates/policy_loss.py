@@ -75,7 +75,11 @@ def _forward(
         "clip_low": "*fp32",  # scheduled bounds
         "clip_high": "*fp32",
     }
-    constants |= {"AGGREGATION": aggregation, "MERGE": kernels.MERGE[block]}
+    constants |= {
+        "AGGREGATION": aggregation,
+        "ENTROPY_OF_PADS": everything,
+        "MERGE": kernels.MERGE[block],
+    }
     terms = "everything" if everything else "plain"
     return Configuration(
         _name("forward", dtype, terms, objective, semantics, aggregation, f"block={block}"),

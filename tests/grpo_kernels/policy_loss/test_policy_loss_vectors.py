@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from grpo_kernels import policy_loss
+from grpo_kernels.policy_loss import policy_loss_with
+from grpo_kernels.policy_loss.options import PolicyLossOptions
 
 NAN, INF = math.nan, math.inf
 
@@ -278,6 +280,26 @@ def test_entropy_is_a_mean_over_positions_or_over_valid_tokens(backend, semantic
         backend=backend,
     )
     torch.testing.assert_close(output.entropy, torch.tensor(expected), rtol=0, atol=5e-4)
+
+
+@SEMANTICS
+@pytest.mark.parametrize("valid", [3, 40])
+def test_entropies_of_pads_count_where_a_loss_asks_for_it(backend, semantics, valid):
+    """100 tokens of which the first are valid; three pads are not finite, the others are halves."""
+    entropy = torch.full((1, 100), 0.5)
+    entropy[0, :valid] = 2.0
+    entropy[0, [50, 51, 99]] = tokens(NAN, INF, -INF)
+    zeros = torch.zeros(1, 100)
+    options = PolicyLossOptions(
+        "grpo", 0.2, 0.2, None, "token_mean", None, None, 0.1, semantics, None, None
+    )._replace(entropy_of_pads=True)
+    output = policy_loss_with(
+        options, zeros, zeros, zeros, torch.arange(100)[None] < valid, None, entropy, backend
+    )
+    of_all = (2.0 * valid + 0.5 * (97 - valid)) / 100
+    expected = of_all if semantics == "torchrl" else 2.0
+    torch.testing.assert_close(output.entropy, torch.tensor(expected))
+    torch.testing.assert_close(output.loss_entropy, torch.tensor(-0.2))
 
 
 @SEMANTICS
