@@ -21,12 +21,17 @@ WORKSPACE_PART = 5
 # Rows and vocabulary entries below which a matmul is slow.
 MIN_ROWS = 64
 MIN_VOCAB = 512
+# Of which a chunk is a multiple: the blocks of a matmul.
+BLOCK = 16
+# On a CPU a chunk of this size is still in its caches when the gradients' matmuls read it.
+CACHED_BYTES = 4 * 2**20
 
 
-def _chunks(total: int, least: int, bytes_each: int, workspace_mib: int) -> Iterator[slice]:
+def _chunks(total: int, least: int, bytes_each: int, workspace_mib: float) -> Iterator[slice]:
     """Slices of `total` entries, each of `bytes_each` bytes, that fit the workspace."""
     wanted = max(least, -(-total // WORKSPACE_PART))
-    step = max(1, min(wanted, workspace_mib * 2**20 // bytes_each))
+    step = min(wanted + -wanted % BLOCK, int(workspace_mib * 2**20 / bytes_each))
+    step = max(1, step - step % BLOCK if step > BLOCK else step)
     for begin in range(0, total, step):
         yield slice(begin, min(begin + step, total))
 
@@ -178,6 +183,9 @@ def backward(
     grad_bias = torch.empty_like(bias) if needs_bias else None
     workspace = _Workspace(weight)
     column_bytes = max(1, len(tokens)) * weight.element_size()
+    if weight.device.type == "cpu":
+        cached_mib = max(MIN_VOCAB * column_bytes, CACHED_BYTES) / 2**20
+        workspace_mib = min(workspace_mib, cached_mib)
     every_row = slice(None)
     for vocab in _chunks(weight.shape[0], MIN_VOCAB, column_bytes, workspace_mib):
         logits = workspace.logits(len(tokens), vocab.stop - vocab.start)
