@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,16 @@ class WeightedMeans:
 
 class WindowStepper(MixedPrecisionOptimizationStepper):
     """One optimiser step over a window of micro-batches, in mixed precision where asked for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the optimiser's: a trainer's checkpoint has that as a component of its own."""
+        state = super().state_dict()
+        del state["optimizer"]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict({"optimizer": self.optimizer.state_dict()} | state_dict)
 
     def step(self, trainer: GRPOTrainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """One optimiser step on one micro-batch."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import tasks
 from .collector import decode_responses, prompt_tokens
 from .errors import InputError, first_line, quoted
+from .rollout import context_length
 from .settings import LoggerName, Settings
 
 # Draws of an endless task that are looked at before anything is trained.
@@ -119,7 +120,7 @@ def other_model(settings: Settings) -> str:
 
 def prompt_room(settings: Settings, model: PreTrainedModel) -> tuple[int, int]:
     """What a response leaves of the model's context, and the context, in tokens."""
-    context = getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    context = context_length(model) or 1 << 30
     room = context - settings.max_new_tokens
     if room < 1:
         raise InputError(

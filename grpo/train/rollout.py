@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .errors import InputError
 
@@ -119,3 +120,8 @@ def score(model: nn.Module, tokens: Tensor, mask: Tensor, dtype: torch.dtype) ->
         for row, target in zip(logits, tokens, strict=True)  # row by row: fp32 logits are large
     ]
     return nn.functional.pad(torch.stack(log_probs), (1, 0))
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The longest sequence that the model takes, in tokens; None where it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from .errors import InputError
-from .rollout import Responses
+from .rollout import Responses, context_length
 
 # Of the keys and values of running requests, where vLLM would take a share of all memory.
 CPU_CACHE_GIB = "1"
@@ -57,7 +57,7 @@ class VLLMRollout:
             model=self._directory.name,
             dtype=dtype,
             seed=seed,
-            max_model_len=model.config.max_position_embeddings,
+            max_model_len=context_length(model),
             enforce_eager=on_cpu,
             use_tqdm_on_load=False,
             **({} if on_cpu else {"gpu_memory_utilization": 0.4}),  # the trainer needs the rest

@@ -45,11 +45,10 @@ def run(batches, directory, style="rotation", resume=False, seed=0, **options):
 
 
 def everything(trainer):
-    stepper = trainer.optimization_stepper.state_dict()
     return {
         "loss": trainer.loss_module.state_dict(),
-        "optimizer": stepper.pop("optimizer"),
-        "stepper": stepper,
+        "optimizer": trainer.optimizer.state_dict(),
+        "stepper": trainer.optimization_stepper.state_dict(),
         "collector": trainer.collector.state_dict(),
         "frames": trainer.collected_frames,
         "steps": trainer._optim_count,
@@ -214,3 +213,11 @@ def test_the_final_state_is_saved_once(tmp_path):
     trainer = run(3, tmp_path)
     steps = [int(path.name.split("-")[-1]) for path in trainer.checkpoint_rotation.checkpoints()]
     assert steps == [8, 12]
+
+
+def test_the_optimisers_state_is_saved_once(tmp_path):
+    trainer = run(1, tmp_path)
+    (checkpoint,) = (tmp_path / "trainer").iterdir()
+    saved = [path.stat().st_size for path in checkpoint.glob("components/*optim*/**/*.memmap")]
+    state = torch.utils._pytree.tree_leaves(trainer.optimizer.state_dict()["state"])
+    assert sorted(saved) == sorted(tensor.numel() * tensor.element_size() for tensor in state)

@@ -2,11 +2,13 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, SamplerWithoutReplacement
+from transformers import LlamaConfig, LlavaConfig
 
 from grpo.train import collector
 from grpo.train.collector import (
@@ -19,7 +21,7 @@ from grpo.train.collector import (
     trim,
 )
 from grpo.train.errors import InputError
-from grpo.train.rollout import TransformersRollout, pad_left, score
+from grpo.train.rollout import TransformersRollout, context_length, pad_left, score
 from grpo.train.tasks import sort
 from grpo.train.tiny_model import build_model, build_tokenizer
 
@@ -186,3 +188,8 @@ def test_the_collectors_draws_go_on_after_a_restore(model):
     left = first.collect()
     torch.manual_seed(1)
     assert (left == second.collect()).all()
+
+
+def test_the_context_length_of_a_model_with_a_nested_config():
+    config = LlavaConfig(text_config=LlamaConfig(max_position_embeddings=77))
+    assert context_length(SimpleNamespace(config=config)) == 77
