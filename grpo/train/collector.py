@@ -185,6 +185,7 @@ class RolloutCollector:
         self.rng = random.Random(seed)
         self.groups = 0
         self.metrics: dict[str, float] = {}
+        self.within_rollout: dict[str, float] = {}  # each phase is timed here, by itself
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:

@@ -132,7 +132,8 @@ class ProblemEnv(EnvBase):
                 tensordict[FULL][:, width:], tensordict[ATTENTION][:, width:], strict=True
             )
         ]
-        rewards = torch.tensor(rewards_of(self.problems, responses, self.tokenizer))
+        with timeit("reward"):
+            rewards = torch.tensor(rewards_of(self.problems, responses, self.tokenizer))
         self.metrics |= metrics_of(rewards, responses, self.tokenizer)
         return TensorDict(
             {
@@ -162,9 +163,12 @@ class ProblemEnv(EnvBase):
         GlobalRNGState().load_state_dict(state["process"])
 
     @property
-    def after_batch(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """The metrics of the last batch and the state after it."""
-        return self.metrics, self.state_dict()
+    def after_batch(self) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
+        """The metrics of the last batch, its seconds by timer, and the state after it."""
+        spent = timeit.todict(percall=False)
+        timeit.erase()
+        seconds = {timer: spent[timer] for timer in ("reward", "rescore") if timer in spent}
+        return self.metrics, seconds, self.state_dict()
 
 
 class RolloutPolicy(TensorDictModuleBase):
@@ -205,7 +209,8 @@ class RolloutPolicy(TensorDictModuleBase):
         responses = self.rollout(prompts, self.samples)
         batch = padded_batch(tokens, mask, responses, self.max_new_tokens, self.pad_id)
         if self.importance_cap is not None:
-            put_on_trainers_terms(batch, self.model, self.importance_cap, self.dtype)
+            with timeit("rescore"):
+                put_on_trainers_terms(batch, self.model, self.importance_cap, self.dtype)
         return tensordict.update(batch)
 
 
@@ -225,7 +230,8 @@ def select_kept(tensordict: TensorDictBase) -> TensorDictBase:
 class RayCollector(RayLLMCollector):
     """Collects one batch after another in an actor; also the trainer's weight sender.
 
-    What happened in the last batch is in `metrics`. Raises what the task, the reward or the rollout
+    What happened in the last batch is in `metrics`; `within_rollout` has the seconds of its other
+    phases, by timer, which "rollout" includes. Raises what the task, the reward or the rollout
     raises; a `ray.exceptions.RayError` if an actor is lost.
     """
 
@@ -249,13 +255,16 @@ class RayCollector(RayLLMCollector):
             text, _, _ = str(error).partition("\n\nDuring handling of the above exception")
             cause = text.strip().splitlines()[-1]
             raise InputError(f"--ray: the actor did not start: {cause}") from error
-        self.metrics, self._state = self._call("getattr_env", "after_batch")
+        self._look()
+
+    def _look(self) -> None:
+        self.metrics, self.within_rollout, self._state = self._call("getattr_env", "after_batch")
 
     def next(self) -> None:
-        """Have a batch collected and written to the buffer: all of it is timed as the rollout."""
+        """Have a batch collected and written to the buffer."""
         with timeit("rollout"):
             self._call("next")
-        self.metrics, self._state = self._call("getattr_env", "after_batch")
+        self._look()
 
     def update_weights(self) -> None:
         """Send the policy's weights to the actor."""

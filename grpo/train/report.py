@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,18 @@ class Report:
         """A line of text above the progress bar."""
         self.console.print(text, highlight=False, soft_wrap=not self.console.is_terminal)
 
-    def end_iteration(self, metrics: dict[str, float]) -> None:
-        """A row is complete: with what was logged, `metrics`, and the seconds of each phase."""
+    def end_iteration(
+        self, metrics: dict[str, float], within_rollout: Mapping[str, float] | None = None
+    ) -> None:
+        """A row is complete: with what was logged, `metrics`, and the seconds of each phase.
+
+        `within_rollout`: seconds of other phases that were timed as the rollout's, by timer.
+        """
         spent = timeit.todict(percall=False)
         timeit.erase()
+        for timer, seconds in (within_rollout or {}).items():
+            spent[timer] = spent.get(timer, 0.0) + seconds
+            spent["rollout"] -= seconds
         for timer, phase in PHASES.items():
             self.seconds[phase] += spent.get(timer, 0.0)
         before, self.total_seconds = (

@@ -385,7 +385,7 @@ def build_trainer(
 
     def end_iteration() -> None:
         metrics = collector.metrics | buffer.end_iteration() | scores.end_iteration(settings.epochs)
-        report.end_iteration(over_ranks(metrics, trainer.process_group))
+        report.end_iteration(over_ranks(metrics, trainer.process_group), collector.within_rollout)
         if len(report.rows) == settings.iterations:
             trainer.request_stop("all iterations are done")
 

@@ -180,6 +180,8 @@ def test_with_ray_the_metrics_are_those_without_and_a_resumed_run_is_the_uninter
         assert row["prompts_too_long"] == row_of_none["prompts_too_long"]
         # The actor's weights are the trainer's: its log-probs agree after every iteration.
         assert float(row["rollout_difference"]) < 1e-5
+    for phase in ("rollout", "reward", "rescoring"):
+        assert all(float(row[f"seconds/{phase}"]) > 0 for row in whole), phase
     for name in ("prompts_too_long", "nonfinite_rewards", "solved", "dropped_groups"):
         assert sum(float(row[name]) for row in whole) > 0, name
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
