@@ -368,7 +368,10 @@ class GRPOLoss(LossModule):
                 term if term is None or term.ndim < 2 else term.unsqueeze(-1) for term in terms[:4]
             ]
             terms = PolicyLossOutput(*losses, *terms[4:])
-        return self._output(terms._asdict())
+        present = {name: term for name, term in terms._asdict().items() if term is not None}
+        # Unchecked, as torchrl makes its own: the checks take longer than a small batch's kernel.
+        output = TensorDict._new_unsafe(present, batch_size=torch.Size())
+        return self.output_type.from_tensordict(output)
 
     def _get_cur_log_prob(
         self, tensordict: TensorDictBase
@@ -526,12 +529,6 @@ class GRPOLoss(LossModule):
             )
         return target
 
-    def _output(self, terms: dict[str, Tensor | None]) -> LLMLossOutput:
-        present = {name: term for name, term in terms.items() if term is not None}
-        # Unchecked, as torchrl makes its own: the checks take longer than a small batch's kernel.
-        output = TensorDict._new_unsafe(present, batch_size=torch.Size())
-        return self.output_type.from_tensordict(output)
-
     # Term by term
 
     def _needs_composition(
@@ -567,7 +564,7 @@ class GRPOLoss(LossModule):
         )
 
     def _overrides(self, method: str) -> bool:
-        return getattr(getattr(self, method), "__func__", None) is not getattr(GRPOLoss, method)
+        return getattr(getattr(self, method), "__func__", None) is not OVERRIDABLE[method]
 
     def _compute_policy_objective(
         self, log_weight: Tensor, advantage: Tensor
@@ -688,7 +685,8 @@ class GRPOLoss(LossModule):
                 terms[f"loss_{name}"] = coeff * eager.position_mean(penalty)
             else:
                 terms[f"loss_{name}"] = coeff * aggregate(penalty.unsqueeze(-1), inputs.valid)
-        return self._output(terms)
+        present = {name: term for name, term in terms.items() if term is not None}
+        return self.output_type.from_tensordict(TensorDict(present))
 
 
 class _WithCoefficient(torch.autograd.Function):
@@ -764,6 +762,17 @@ class CISPOLoss(GRPOLoss):
     output_type: type[LLMLossOutput] = CISPOLossOutput
     _objective = "cispo"
 
+
+# Methods that a subclass may replace, or a test on the class itself; the kernel is then not enough.
+OVERRIDABLE = {
+    name: getattr(GRPOLoss, name)
+    for name in (
+        "_get_cur_log_prob",
+        "_get_entropy",
+        "_compute_policy_objective",
+        "_aggregate_loss_value",
+    )
+}
 
 # LossModule's metaclass wraps the forward that a class inherits once more; once is enough.
 for _subclass in (DAPO, CISPOLoss):

@@ -367,6 +367,23 @@ def test_a_subclass_with_its_own_aggregation_equals_torchrls(name):
     compare(ours(GivenActor(*case), **FULL), theirs(GivenActor(*case), **FULL), batch)
 
 
+def test_a_subclass_may_give_a_plain_number_as_the_clip_fraction():
+    class Unclipped(grpo.GRPOLoss):
+        def _compute_policy_objective(self, log_weight, advantage):
+            return -log_weight.exp() * advantage, 0.25
+
+    case, batch = make_case(3, 15)
+    output = Unclipped(GivenActor(*case))(batch).detach()
+    assert output.clip_fraction == torch.tensor(0.25)
+
+
+def test_a_method_replaced_on_the_class_itself_is_called(monkeypatch):
+    case, batch = make_case(3, 15)
+    fives = torch.full((3, 15, 1), 5.0)
+    monkeypatch.setattr(grpo.GRPOLoss, "_get_entropy", lambda self, dist, shape: fives)
+    assert grpo.DAPO(GivenActor(*case))(batch).entropy == 5.0
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean", "none"])
 def test_the_composed_path_equals_the_kernel(name, aggregation):
