@@ -216,12 +216,12 @@ def train(
     with a checkpoint; --resume DIRECTORY goes on from it. A response whose reward is NaN or
     infinite is left out and counted; the others of its group are trained on.
     """
-    from .run import run
-
     given = {
         name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"
     }
     try:
+        from .run import run
+
         if resume is not None:
             settings = load_settings(resume)
             if others := given - {"resume", "iterations"}:

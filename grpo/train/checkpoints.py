@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation
+from torchrl.checkpoint import Checkpoint, CheckpointRotation
 
 from ..trainer import GRPOTrainer
-from .errors import InputError, first_line
+from .errors import InputError, blamed_on
 
 SEAL = "seal.json"
 BLOCK = 1 << 24
+ROOM_BESIDE = 1 << 20  # for what is not tensors
 # Equal on all ranks at the same point of a run.
 SHARED = ("loss_module", "optimizer")
 
@@ -28,7 +33,8 @@ class SealedCheckpoint(Checkpoint):
     """
 
     def save(self, path: str | Path, **options: Any) -> Path:
-        """Save, then seal what was saved."""
+        """Save, then seal what was saved. Raises OSError where the disk lacks the room."""
+        _check_room(Path(path).parent, self.components)
         directory = super().save(path, **options)
         (directory / SEAL).write_text(json.dumps(_contents(directory), indent=1) + "\n")
         return directory
@@ -42,20 +48,21 @@ def make_rotation(directory: Path, ranks: int) -> CheckpointRotation:
     return CheckpointRotation(directory, keep_last=2 if ranks == 1 else 3)
 
 
-def load_latest(trainer: GRPOTrainer, warn: Callable[[str], None]) -> None:
-    """Load the latest checkpoint that every rank has whole, and remove what is later.
+def load_latest(trainer: GRPOTrainer, output: Path, warn: Callable[[str], None]) -> None:
+    """Load the latest checkpoint that every rank of the run has whole, and remove what is later.
 
     Raises InputError where there is none.
     """
     rotation = trainer.checkpoint_rotation
+    what = f"--resume {output}"
     for unfinished in rotation.directory.glob(".*.stage-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     # By step and weights: ranks cut off within a step may have ended on either side of it.
     found: dict[tuple[int, int], Path] = {}
-    for path in rotation.checkpoints():
+    for step, path in _checkpoints(rotation.directory):
         contents = _read_contents(path)
         if contents is not None:
-            found[_step(path), _fingerprint(contents)] = path
+            found[step, _fingerprint(contents)] = path
         else:
             warn(f"warning: {path} is damaged; the one before it is taken")
     common = set(found)
@@ -67,27 +74,21 @@ def load_latest(trainer: GRPOTrainer, warn: Callable[[str], None]) -> None:
         where = rotation.directory
         if trainer.process_group is not None:
             where = f"{where} that all ranks have"
-        raise InputError(f"--resume {rotation.directory.parent}: no checkpoint in {where}")
-    latest = found[max(common)]
-    try:
-        trainer.load_from_file(latest)
-    except CheckpointError as error:
-        raise InputError(f"--resume {rotation.directory.parent}: {first_line(error)}") from None
-    for path in rotation.checkpoints():
-        if _step(path) > _step(latest):
+        raise InputError(f"{what}: no checkpoint in {where}")
+    latest = max(common)
+    with blamed_on(what):
+        trainer.load_from_file(found[latest])
+    for step, path in _checkpoints(rotation.directory):
+        if step > latest[0]:
             shutil.rmtree(path)
 
 
 def _read_contents(directory: Path) -> dict[str, list[int]] | None:
-    """Its files as `_contents` gives them; None if they are not those that were saved.
-
-    Without a seal they pass: a run that is killed before it seals has moved a whole one into place.
-    """
-    seal = directory / SEAL
+    """Its files as `_contents` gives them; None if they are not those that were sealed."""
     try:
         contents = _contents(directory)
-        return contents if not seal.exists() or contents == json.loads(seal.read_text()) else None
-    except (OSError, ValueError):
+        return contents if contents == json.loads((directory / SEAL).read_text()) else None
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -106,8 +107,23 @@ def _crc(path: Path) -> int:
     return value
 
 
-def _step(path: Path) -> int:
-    return int(path.name.split("-")[-1])
+def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """Step and directory of each, in order."""
+    if not directory.is_dir():
+        return []
+    paths = [path for path in directory.iterdir() if path.is_dir()]
+    named = [(re.fullmatch(r"checkpoint-([0-9]+)", path.name), path) for path in paths]
+    return sorted((int(name[1]), path) for name, path in named if name)
+
+
+def _check_room(directory: Path, components: Mapping[str, Any]) -> None:
+    """Raise OSError where the disk has no room: writing a mapped file would end the process."""
+    states = [c.state_dict() for c in components.values() if hasattr(c, "state_dict")]
+    leaves = torch.utils._pytree.tree_leaves(states)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + ROOM_BESIDE
+    if shutil.disk_usage(directory).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
 
 def _fingerprint(contents: dict[str, list[int]]) -> int:

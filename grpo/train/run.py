@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import math
 import os
-import pickle
 import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
     """The whole run. Raises InputError for whatever ends it before its end."""
     check(settings)
     torch.set_num_threads(settings.threads)
-    with ranks() as (rank, world):
+    with ranks() as (rank, world), contextlib.ExitStack() as stack:
         check_ranks(settings, world, resume)
         settings.ranks = world
         seed = settings.seed + 10_007 * rank
@@ -78,6 +79,7 @@ def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
             model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True
         )
         loss = build_loss(settings, actor)
+        stack.enter_context(alone_in(settings.output, rank))
         if not resume and rank == 0:
             prepare_output(settings, overwrite)
         report = Report(
@@ -105,7 +107,7 @@ def run(settings: Settings, *, resume: bool, overwrite: bool) -> None:
                 seed,
             )
             if resume:
-                load_latest(trainer, report.line)
+                load_latest(trainer, settings.output, report.line)
                 report.start()
             train(trainer, report)
 
@@ -127,6 +129,8 @@ def train(trainer: GRPOTrainer, report: Report) -> None:
         way_on = "no checkpoint could be saved"
         if trainer.checkpoint_rotation.latest() is not None:
             way_on = f"go on with --resume {report.directory}"
+            if trainer.process_group is not None:
+                way_on += ", from the last checkpoint that all ranks have"
         raise InputError(
             f"{what} -- the run stopped after iteration {len(report.rows)}; {way_on}"
         ) from error
@@ -148,11 +152,28 @@ LEFT_BY_A_RUN = (
 )
 
 
+@contextlib.contextmanager
+def alone_in(directory: Path, rank: int) -> Iterator[None]:
+    """Raises InputError where another process of this rank is at work in the directory."""
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((directory / f".lock-{rank}").open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{directory}: another run is at work there, as a run may be whose launcher was "
+                "killed; end it first, or take another --output"
+            ) from None
+        except OSError as error:
+            raise InputError(f"--output {directory}: {error.strerror or error}") from None
+        yield
+
+
 def prepare_output(settings: Settings, overwrite: bool) -> None:
-    """An output directory without another run in it, with this one's settings."""
+    """Leave nothing of another run in the output directory, and this one's settings."""
     directory = settings.output
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         left = [path for pattern in LEFT_BY_A_RUN for path in directory.glob(pattern)]
         if left and not overwrite:
             raise InputError(
@@ -230,13 +251,11 @@ def reference_model(
     if not warm_up_steps(settings):
         return reference
     path = settings.output / REFERENCE
-    try:
+    with blamed_on(f"{path}: the reference model"):
         if resume:
             reference.load_state_dict(torch.load(path, map_location=settings.device))
         elif save:
             torch.save(reference.state_dict(), path)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise InputError(f"{path}: the reference model: {first_line(error)}") from None
     return reference
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from grpo.train import checks, run
+from grpo.train import checkpoints, checks, run
 from grpo.train.__main__ import app
 from grpo.train.collector import TrainerScores
 from grpo.train.tasks import Problem, sort
@@ -165,8 +165,9 @@ def test_a_resumed_run_has_the_reference_of_the_first(tmp_path):
     shutil.rmtree(max((tmp_path / "again/checkpoints").iterdir()))
     resume(tmp_path / "again")
     assert rows(tmp_path / "again")[2]["kl_to_ref"] == rows(tmp_path / "whole")[2]["kl_to_ref"]
-    (tmp_path / "again/reference.pt").write_bytes(b"cut")
-    assert "reference.pt: the reference model" in error_of(resume(tmp_path / "again", code=2))
+    for content in (b"", b"cut", b"words and words"):
+        (tmp_path / "again/reference.pt").write_bytes(content)
+        assert "reference.pt: the reference model" in error_of(resume(tmp_path / "again", code=2))
 
 
 def test_a_directory_with_a_run_is_not_taken_unasked(tmp_path):
@@ -196,18 +197,58 @@ def cut_in_half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+def cut_its_largest_file(checkpoint):
+    cut_in_half(max(checkpoint.rglob("*.memmap"), key=lambda path: path.stat().st_size))
+
+
+def cut_and_unseal(checkpoint):
+    cut_its_largest_file(checkpoint)
+    (checkpoint / "seal.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_its_largest_file,
+        cut_and_unseal,
+        lambda checkpoint: (checkpoint / "manifest.json").write_text("null"),
+        lambda checkpoint: (checkpoint / "seal.json").write_text("[" * 200_000),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
     train(tmp_path, "--save-every", 1)
     first, last = sorted((tmp_path / "checkpoints").iterdir())
-    largest = max(last.rglob("*.memmap"), key=lambda path: path.stat().st_size)
-    cut_in_half(largest)
+    (tmp_path / "checkpoints/checkpoint-notes").mkdir()
+    damage(last)
     output = resume(tmp_path)
     assert f"{last} is damaged; the one before it is taken" in output.replace("\n", " ")
     assert len(rows(tmp_path)) == 3
-    for checkpoint in (tmp_path / "checkpoints").iterdir():
+    for checkpoint in (tmp_path / "checkpoints").glob("checkpoint-0*"):
         cut_in_half(next(checkpoint.rglob("*.memmap")))
     assert "no checkpoint in" in error_of(resume(tmp_path, code=2))
     assert first.exists()
+
+
+def test_two_runs_at_once_do_not_share_a_directory(tmp_path):
+    train(tmp_path, "--save-every", 1)
+    before = rows(tmp_path)
+    with run.alone_in(tmp_path, 0):
+        assert "another run is at work there" in one_error(resume(tmp_path, code=2))
+        assert "another run is at work" in one_error(train(tmp_path, "--overwrite", code=2))
+    assert rows(tmp_path) == before
+    resume(tmp_path, "--iterations", 4)
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
+    train(tmp_path, "--save-every", 1)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage._replace(free=2 << 20))
+    error = one_error(resume(tmp_path, "--iterations", 4, code=2))
+    assert "No space left on device" in error
+    assert "go on with --resume" in error
+    monkeypatch.undo()
+    resume(tmp_path, "--iterations", 4)
+    assert len(rows(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("left", ["", "iteration,reward_mean\n1,0.", None])
