@@ -49,7 +49,7 @@ def make_rotation(directory: Path, ranks: int) -> CheckpointRotation:
 
 
 def load_latest(trainer: GRPOTrainer, output: Path, warn: Callable[[str], None]) -> None:
-    """Load the latest checkpoint that every rank of the run has whole, and remove what is later.
+    """Load the latest checkpoint that every rank has whole; remove damaged and later ones.
 
     Raises InputError where there is none.
     """
@@ -79,7 +79,7 @@ def load_latest(trainer: GRPOTrainer, output: Path, warn: Callable[[str], None])
     with blamed_on(what):
         trainer.load_from_file(found[latest])
     for step, path in _checkpoints(rotation.directory):
-        if step > latest[0]:
+        if step > latest[0] or path not in found.values():
             shutil.rmtree(path)
 
 

@@ -219,8 +219,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage):
     train(tmp_path, "--save-every", 1)
     first, last = sorted((tmp_path / "checkpoints").iterdir())
     (tmp_path / "checkpoints/checkpoint-notes").mkdir()
+    before = last.with_name("checkpoint-000000000001")
+    shutil.copytree(first, before)
+    damage(before)
     damage(last)
     output = resume(tmp_path)
+    assert not before.exists()
     assert f"{last} is damaged; the one before it is taken" in output.replace("\n", " ")
     assert len(rows(tmp_path)) == 3
     for checkpoint in (tmp_path / "checkpoints").glob("checkpoint-0*"):
