@@ -59,7 +59,8 @@ def load_latest(trainer: GRPOTrainer, output: Path, warn: Callable[[str], None])
         shutil.rmtree(unfinished, ignore_errors=True)
     # By step and weights: ranks cut off within a step may have ended on either side of it.
     found: dict[tuple[int, int], Path] = {}
-    for step, path in _checkpoints(rotation.directory):
+    checkpoints = _checkpoints(rotation.directory)
+    for step, path in checkpoints:
         contents = _read_contents(path)
         if contents is not None:
             found[step, _fingerprint(contents)] = path
@@ -78,7 +79,7 @@ def load_latest(trainer: GRPOTrainer, output: Path, warn: Callable[[str], None])
     latest = max(common)
     with blamed_on(what):
         trainer.load_from_file(found[latest])
-    for step, path in _checkpoints(rotation.directory):
+    for step, path in checkpoints:
         if step > latest[0] or path not in found.values():
             shutil.rmtree(path)
 

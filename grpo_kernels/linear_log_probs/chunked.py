@@ -27,10 +27,10 @@ BLOCK = 16
 CACHED_BYTES = 4 * 2**20
 
 
-def _chunks(total: int, least: int, bytes_each: int, workspace_mib: float) -> Iterator[slice]:
-    """Slices of `total` entries, each of `bytes_each` bytes, that fit the workspace."""
+def _chunks(total: int, least: int, bytes_each: int, workspace: float) -> Iterator[slice]:
+    """Slices of `total` entries, each of `bytes_each` bytes, that fit `workspace` bytes."""
     wanted = max(least, -(-total // WORKSPACE_PART))
-    step = min(wanted + -wanted % BLOCK, int(workspace_mib * 2**20 / bytes_each))
+    step = min(wanted + -wanted % BLOCK, int(workspace // bytes_each))
     step = max(1, step - step % BLOCK if step > BLOCK else step)
     for begin in range(0, total, step):
         yield slice(begin, min(begin + step, total))
@@ -108,7 +108,7 @@ def forward(
     entropies = torch.empty_like(log_probs) if entropy else None
     workspace = _Workspace(weight)
     row_bytes = weight.shape[0] * weight.element_size()
-    for rows in _chunks(len(tokens), MIN_ROWS, row_bytes, workspace_mib):
+    for rows in _chunks(len(tokens), MIN_ROWS, row_bytes, workspace_mib * 2**20):
         logits = workspace.logits(rows.stop - rows.start, weight.shape[0])
         _project(hidden[rows], weight, bias, logits)
         scores = kernel.forward(
@@ -183,11 +183,11 @@ def backward(
     grad_bias = torch.empty_like(bias) if needs_bias else None
     workspace = _Workspace(weight)
     column_bytes = max(1, len(tokens)) * weight.element_size()
+    chunk_bytes = workspace_mib * 2**20
     if weight.device.type == "cpu":
-        cached_mib = max(MIN_VOCAB * column_bytes, CACHED_BYTES) / 2**20
-        workspace_mib = min(workspace_mib, cached_mib)
+        chunk_bytes = min(chunk_bytes, max(MIN_VOCAB * column_bytes, CACHED_BYTES))
     every_row = slice(None)
-    for vocab in _chunks(weight.shape[0], MIN_VOCAB, column_bytes, workspace_mib):
+    for vocab in _chunks(weight.shape[0], MIN_VOCAB, column_bytes, chunk_bytes):
         logits = workspace.logits(len(tokens), vocab.stop - vocab.start)
         _project(hidden, weight[vocab], None if bias is None else bias[vocab], logits)
         kernel.backward(

@@ -83,7 +83,7 @@ def test_sixteen_bit_error_at_most_twice_that_of_linear_and_log_softmax(backend,
 @pytest.mark.parametrize("workspace_mib", [1, 256])
 def test_workspace_bounds_a_chunk(workspace_mib):
     row_bytes = 152_000 * 4
-    chunks = list(chunked._chunks(4096, 64, row_bytes, workspace_mib))
+    chunks = list(chunked._chunks(4096, 64, row_bytes, workspace_mib * 2**20))
     largest = max(chunk.stop - chunk.start for chunk in chunks)
     assert largest == 1 or largest * row_bytes <= workspace_mib * 2**20
     assert largest <= 4096 / 5 + 16
